@@ -1,0 +1,28 @@
+"""A tiny random target, a few conversations answered by it, and their hidden states: made once for all tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.target import Target
+from trainer.target_made import RandomLlama
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    source = RandomLlama(hidden_size=64, layers=3, heads=4, key_value_heads=2, intermediate_size=128, vocab_size=320,
+                         tied=True, seed=7, runtime={"cache": str(tmp_path_factory.mktemp("cache"))})
+    return Target("tiny", source, "<|mask|>", [1, 2], {}, 512, False)
+
+
+@pytest.fixture(scope="session")
+def project() -> Path:
+    return Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)

@@ -1,0 +1,315 @@
+"""The report: numbers that reach both files, sections that vanish without their data, rows that contradict
+themselves. The inputs are folders as finished stages leave them, written here."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from trainer.errors import UserError
+from trainer.evaluate import figures, html
+from trainer.evaluate.report import Report, headline, verdict
+
+VOID = {"meta", "br", "img", "link", "input", "hr"}
+TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
+STAGES = ("prompts", "responses", "hidden_states", "train", "export", "evaluate")
+SERVE = 'vllm serve HuggingFaceTB/SmolLM2-135M-Instruct --speculative-config \'{"method": "dflash"}\''
+
+
+def make_row(rates: list[float], **changes: object) -> dict:
+    row = {
+        "model": TARGET, "method": "dflash", "dataset": "heldout", "engine": "vllm",
+        "baseline_tok_s": 41.5, "tok_s": 50.2, "speedup": 50.2 / 41.5, "num_speculative_tokens": len(rates),
+        "mean_accepted_length": 1 + sum(rates), "acceptance_rate": sum(rates) / max(len(rates), 1),
+        "per_position_acceptance": rates, "lossless": True, "users": 1, "dtype": "float32", "prompts": 40,
+        "output_tokens": 5120, "drafts": 3300,
+    }  # fmt: skip
+    return row | changes
+
+
+def make_rows() -> list[dict]:
+    rows = [
+        make_row(
+            rates,
+            users=users,
+            baseline_tok_s=41.5 * users**0.7,
+            tok_s=41.5 * users**0.7 * speedup,
+            speedup=speedup,
+        )
+        for users in (1, 4)
+        for rates, speedup in (
+            ([0.36], 1.12),
+            ([0.36, 0.11, 0.05], 1.21),
+            ([0.36, 0.11, 0.05, 0.02, 0.01, 0, 0], 0.97),
+        )
+    ]
+    unmeasured = {"engine": "in_process", "baseline_tok_s": None, "tok_s": None, "speedup": None, "users": 1}
+    rows.append(make_row([0.361, 0.112, 0.049], **unmeasured))
+    for name, scale in (("chat", 0.8), ("math", 1.5), ("code", 1.2), ("tools", 1.1), ("de", 0.5)):
+        rates = [scale * 0.36, scale * 0.11, scale * 0.05]
+        rows.append(make_row(rates, dataset=f"heldout/{name}", **unmeasured))
+    return rows
+
+
+def make_run(root: Path, rows: list[dict] | None = None, steps: int = 400) -> dict[str, Path]:
+    folders = {name: root / name / f"{name[:2]}{7:014d}" for name in STAGES}
+    for number, (name, folder) in enumerate(folders.items()):
+        folder.mkdir(parents=True)
+        record = {"tokens": 123_456, "folder": str(folder / "shards"), "gates": {}}
+        if name == "hidden_states":
+            record["gates"]["top1_agreement"] = make_gate(0.9987, 0.99, True)
+        if name == "evaluate":
+            record["gates"]["counters_agree"] = make_gate(0.035, 0.02, False, "<=")
+        content = {"stage": name, "fingerprint": folder.name + "abcdef", "record": record, "settings": {},
+                   "seconds": 12.5 * 4**number, "versions": {"torch": "2.13.0"}}  # fmt: skip
+        (folder / "stage.json").write_text(json.dumps(content))
+    (folders["evaluate"] / "rows.json").write_text(json.dumps(make_rows() if rows is None else rows))
+    exported = {"method": "dflash", "max_k": 7, "default_k": 3, "formats": ["native"], "target": TARGET}
+    exported["serve_commands"] = {"vllm": SERVE}
+    (folders["export"] / "export.json").write_text(json.dumps(exported))
+    (folders["train"] / "log.jsonl").write_text(
+        "".join(json.dumps(make_entry(i)) + "\n" for i in range(1, steps + 1))
+    )
+    return folders
+
+
+def make_gate(value: float, bound: float, passed: bool, comparison: str = ">=") -> dict:
+    cause = "the two counted <different> prompts"
+    return {"value": value, "bound": bound, "comparison": comparison, "passed": passed, "cause": cause}
+
+
+def make_entry(step: int) -> dict:
+    wave = 0.2 * math.sin(step * 12.9)
+    entry = {"step": step, "tokens": 512 * step, "loss": 7 / step**0.25 + wave, "lr": 6e-4, "grad_norm": 0.7,
+             "estimate": 1 + 0.6 * (1 - math.exp(-step / 150)) + wave / 4, "seconds": step * 1.2}  # fmt: skip
+    if step % 50 == 0:
+        entry |= {"heldout_loss": 7.2 / step**0.25, "accepted_length": 1 + 0.5 * (1 - math.exp(-step / 150))}
+    return entry
+
+
+def make_report() -> Report:
+    return Report(recipe="dflash_smollm2", serve_with="vllm", identity_tolerance=0.02, rise_tolerance=0.002)
+
+
+def run_report(folders: dict[str, Path], root: Path) -> tuple[dict, str, dict]:
+    out = root / "report" / "0000.partial"
+    out.mkdir(parents=True)
+    record = make_report().run(folders, out)
+    return json.loads((out / "report.json").read_text()), (out / "report.html").read_text(), record
+
+
+class Page(HTMLParser):
+    """Checks that every element is closed in order and gathers ids, references and the text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open, self.ids, self.references, self.text = [], [], [], ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attributes: list) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+        self._note(attributes)
+
+    def handle_startendtag(self, tag: str, attributes: list) -> None:
+        assert tag in VOID or "svg" in self.open, f"<{tag}/> does not close itself in HTML"
+        self._note(attributes)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] not in (["style"], ["script"]):
+            self.text += data
+
+    def _note(self, attributes: list) -> None:
+        self.ids += [value for name, value in attributes if name == "id"]
+        self.references += [
+            value for name, value in attributes if name in ("src", "href", "xlink:href", "action")
+        ]
+
+
+def test_report_json_holds_rows_gates_training_and_stages(tmp_path: Path) -> None:
+    folders = make_run(tmp_path)
+    report, _, record = run_report(folders, tmp_path)
+    assert report["format"] == 1
+    assert report["rows"] == make_rows()
+    assert list(report["gates"]) == ["hidden_states/top1_agreement", "evaluate/counters_agree"]
+    assert report["gates"]["hidden_states/top1_agreement"] == make_gate(0.9987, 0.99, True)
+    assert report["verdict"] == "accepted length 1.52 at K=3, 1.21x plain decoding at 1 user, text identical"
+    assert report["serve_command"] == SERVE
+    assert report["training"]["steps"] == 400
+    assert report["training"]["tokens"] == 123_456
+    assert report["training"]["seconds"] == 12.5 * 4**3
+    assert report["training"]["final"]["heldout_loss"] == make_entry(400)["heldout_loss"]
+    assert report["stages"]["train"]["fingerprint"] == folders["train"].name + "abcdef"
+    assert report["versions"] == {"torch": "2.13.0"}
+    assert report["warnings"] == []
+    assert (record["gates_passed"], record["gates_failed"], record["speedup"]) == (1, 1, 1.21)
+
+
+def test_report_json_names_paths_relative_to_the_run_root(tmp_path: Path) -> None:
+    folders = make_run(tmp_path)
+    report, _, _ = run_report(folders, tmp_path)
+    assert str(tmp_path) not in json.dumps(report)
+    assert report["stages"]["export"]["record"]["folder"] == f"export/{folders['export'].name}/shards"
+    assert report["stages"]["export"]["folder"] == f"export/{folders['export'].name}"
+
+
+def test_page_is_sound_loads_nothing_and_shows_the_numbers(tmp_path: Path) -> None:
+    _, text, _ = run_report(make_run(tmp_path), tmp_path)
+    page = Page(text)
+    assert all(reference.startswith("#") for reference in page.references)
+    assert {reference[1:] for reference in page.references} <= set(page.ids)
+    assert len(page.ids) == len(set(page.ids))
+    assert set(re.findall(r"url\(([^)]*)\)", text)) <= {f"#{name}" for name in page.ids}
+    assert not re.search(r"https?://|@import|<link|<iframe", text)
+    assert text.count("<svg") == 4
+    for shown in (
+        "dflash_smollm2", "1.52", "0.36", "1.21x", "heldout/math", "top1_agreement", "0.9987", "123,456",
+        "torch", "1 of 2 gates failed", "the two counted <different> prompts", SERVE, "2.13.0", "Cumulative",
+        "K=3", "held out, decoded",
+    ):  # fmt: skip
+        assert shown in page.text, shown
+
+
+def test_absent_inputs_leave_their_sections_out(tmp_path: Path) -> None:
+    folders = make_run(tmp_path, rows=[make_row([0.4, 0.2], baseline_tok_s=None, tok_s=None, speedup=None)])
+    (folders["export"] / "export.json").unlink()
+    (folders["train"] / "log.jsonl").unlink()
+    del folders["hidden_states"]
+    stage = json.loads((folders["train"] / "stage.json").read_text())
+    (folders["train"] / "stage.json").write_text(json.dumps(stage | {"resumed": True}))
+    report, text, _ = run_report(folders, tmp_path)
+    assert text.count("since it was resumed") == 1
+    assert {'id="heatmap"', 'id="rows"'} <= set(re.findall(r'id="\w+"', text))
+    assert not re.search(r'<section id="(training|throughput|slices|serve|warnings)"', text)
+    assert report["serve_command"] is None
+    assert "final" not in report["training"]
+    assert list(report["stages"]) == ["prompts", "responses", "train", "export", "evaluate"]
+    assert report["target"] == TARGET
+    assert report["verdict"] == "accepted length 1.60 at K=2, text identical"
+    Page(text)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (None, r"rows\.json, which is missing"),
+        ("[]", "holds no rows"),
+        ("[{", "is not JSON"),
+        (json.dumps([make_row([0.5]), {"model": "x"}]), r"Row 1 of .*rows\.json lacks method, dataset"),
+    ],
+)
+def test_unusable_rows_are_one_clear_error(tmp_path: Path, content: str | None, expected: str) -> None:
+    folders = make_run(tmp_path)
+    path = folders["evaluate"] / "rows.json"
+    path.unlink() if content is None else path.write_text(content)
+    with pytest.raises(UserError, match=expected):
+        run_report(folders, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (
+            make_row([0.5, 0.3], mean_accepted_length=2.1),
+            ["is 2.100 but 1 + the sum of acceptance by position is 1.800"],
+        ),
+        (make_row([0.5, 0.3, 0.4]), ["acceptance rises by 0.100"]),
+        (make_row([0.5, 0.498, 0.497]), ["stays at 0.50 over all 3 positions"]),
+        (make_row([0.0, 0.0]), ["not one draft token was accepted"]),
+        (make_row([0.5, 0.3], lossless=False), ["differs from the text without"]),
+        (make_row([0.5, 0.3], mean_accepted_length=1.81), []),
+        (make_row([0.5, 0.5]), []),
+        (make_row([0.98, 0.98, 0.975]), []),
+        (make_row([0.36, 0.11, 0.05, 0.0, 0.0]), []),
+    ],
+)
+def test_rows_that_contradict_themselves_are_named(row: dict, expected: list[str]) -> None:
+    found = make_report().doubts(row)
+    assert len(found) == len(expected)
+    for text, part in zip(found, expected, strict=True):
+        assert part in text
+        assert text.startswith(f"heldout, vLLM, K={len(row['per_position_acceptance'])}, 1 user: ")
+
+
+def test_warnings_reach_both_files_and_the_console(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    report, text, record = run_report(make_run(tmp_path, rows=[make_row([0.3, 0.5])]), tmp_path)
+    assert record["warnings"] == len(report["warnings"]) == 1
+    assert report["warnings"][0] in Page(text).text
+    printed = capsys.readouterr().out
+    assert report["warnings"][0] in printed
+    assert "evaluate/counters_agree" in printed
+    assert "1.80" in printed
+
+
+def test_log_of_a_continued_run_counts_each_step_once(tmp_path: Path) -> None:
+    folders = make_run(tmp_path, steps=3)
+    entries = [make_entry(1), make_entry(2) | {"loss": 9.0}, make_entry(2) | {"loss": 5.0}]
+    lines = [json.dumps(entry) for entry in entries]
+    (folders["train"] / "log.jsonl").write_text("\n".join([*lines, lines[0][:20], ""]))
+    report, _, _ = run_report(folders, tmp_path)
+    assert report["training"]["steps"] == 2
+    assert report["training"]["final"]["loss"] == 5.0
+    assert "1 line(s) of the training log are torn" in report["warnings"][0]
+
+
+@pytest.mark.parametrize("package", ["matplotlib", "jinja2"])
+def test_missing_extra_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    assert make_report().external() == {}
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=rf"needs {package}.*speculator-trainer\[report\]"):
+        make_report().external()
+
+
+def test_headline_prefers_the_server_at_the_default_k_with_one_user() -> None:
+    rows = make_rows()
+    assert headline(rows, 3) == make_row([0.36, 0.11, 0.05], tok_s=41.5 * 1.21, speedup=1.21)
+    assert headline(rows, None)["num_speculative_tokens"] == 3  # the fastest, where no default is known
+    in_process = [row for row in rows if row["engine"] == "in_process"]
+    assert headline(in_process, 3)["dataset"] == "heldout"
+    assert verdict([make_row([0.5], lossless=False, users=8)], 1).endswith("at 8 users, text differs")
+
+
+def test_figures_follow_the_page_and_print_their_values() -> None:
+    drawn = figures.draw(make_rows(), [make_entry(step) for step in range(1, 401)])
+    assert all(
+        svg.startswith("<svg") and "currentColor" in svg and figures.NEUTRAL not in svg
+        for svg in drawn.values()
+    )
+    cells = re.findall(r">(0\.\d\d)</text>", drawn["heatmap"])
+    rates = [rate for row in make_rows() if row["users"] == 1 for rate in row["per_position_acceptance"]]
+    assert sorted(cells) == sorted(f"{rate:.2f}" for rate in rates)
+    assert set(re.findall(r">(\d\.\d\dx)</text>", drawn["throughput"])) == {"1.12x", "1.21x", "0.97x"}
+    assert drawn == figures.draw(make_rows(), [make_entry(step) for step in range(1, 401)])
+    assert set(figures.draw([make_row([])], []).values()) - {None} == {
+        figures.draw([make_row([])], [])["throughput"]
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (0.99871, "0.9987"),
+        (1.3e-6, "1.3e-06"),
+        (123456, "123,456"),
+        (True, "yes"),
+        (2.0, "2"),
+        (51234.7, "51,235"),
+    ],
+)
+def test_compact_numbers(value: object, expected: str) -> None:
+    assert html.compact(value) == expected
+
+
+def test_durations() -> None:
+    assert [html.duration(s) for s in (8.24, 250, 3900)] == ["8.2 s", "4 min 10 s", "1 h 05 min"]

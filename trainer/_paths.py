@@ -1,0 +1,259 @@
+"""Paths: where the configuration lies, what it offers, who set a key, and how results come into place.
+
+Two layouts are known: the checkout (`conf/` and `recipes/` beside the package) and the installed wheel
+(`trainer/conf/` and `trainer/conf/recipe/`). The first comment line of a YAML file is its description.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import fcntl
+import json
+import os
+import textwrap
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import UserError
+
+NOTHING: Any = object()  # what `at` returns for a key that does not exist; null is a value
+COMMAND_LINE = "command line"
+WIDTH = 110
+
+
+@dataclass(frozen=True)
+class Choices:
+    """A folder of groups (one folder a group, one file an option) and a folder of recipes."""
+
+    conf: Path
+    recipes: Path
+
+    @property
+    def main(self) -> Path:
+        return self.conf / "config.yaml"
+
+    def groups(self) -> dict[str, dict[str, Path]]:
+        """Group -> option -> file, in alphabetical order; the group `recipe` comes last."""
+        folders = [folder for folder in sorted(self.conf.iterdir())
+                   if folder.is_dir() and folder.resolve() != self.recipes.resolve()]
+        found = {folder.name: _yaml_files(folder) for folder in folders}
+        found["recipe"] = _yaml_files(self.recipes)
+        return {group: options for group, options in found.items() if options}
+
+    def shown(self, file: Path) -> str:
+        """The file as messages name it: `conf/drafter/dflash.yaml`, `recipes/smoke.yaml`."""
+        root = self.conf.parent
+        return file.relative_to(root).as_posix() if file.is_relative_to(root) else str(file)
+
+    def listing(self, stages: list[str], defaults: dict[str, str]) -> str:
+        """The stages, groups and recipes as `--help` shows them, each with its description."""
+        groups = self.groups()
+        lines = ["stages, in order"]
+        for stage in stages:
+            option = groups.get(stage, {}).get(defaults.get(stage, ""))
+            lines += _entry(stage, description(option) if option else "")
+        lines += ["", "groups and their options (* default)"]
+        for group, options in groups.items():
+            names = [f"{option}*" if option == defaults.get(group) else option for option in options]
+            lines += _entry(group, ", ".join(names)) if group != "recipe" else []
+        lines += ["", "recipes (* default)"]
+        for name, file in groups.get("recipe", {}).items():
+            lines += _entry(f"{name}*" if name == defaults.get("recipe") else name, description(file))
+        return "\n".join(lines)
+
+
+def find() -> Choices:
+    """The configuration of this installation."""
+    package = Path(__file__).resolve().parent
+    for conf, recipes in ((package / "conf", package / "conf" / "recipe"),
+                          (package.parent / "conf", package.parent / "recipes")):
+        if (conf / "config.yaml").is_file():
+            return Choices(conf, recipes)
+    raise UserError(f"no conf/config.yaml beside or inside {package}: the installation is incomplete; "
+                    f"install the project again")
+
+
+def description(file: Path) -> str:
+    """The first comment line of a YAML file, without its mark; "" when the file does not start with one."""
+    for line in file.read_text(encoding="utf-8").splitlines():
+        text = line.strip()
+        if text.startswith("#") and not text.startswith("# @"):
+            return text.lstrip("# ")
+        if text and not text.startswith("#"):
+            return ""
+    return ""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What one file set: `content` lies at `package` ("" is the top); `recipe` marks files that only tune."""
+
+    shown: str
+    package: str
+    content: Any
+    recipe: bool = False
+
+    def at(self, key: str) -> Any:
+        if not self.package:
+            return at(self.content, key)
+        inside = f"{key}.".removeprefix(f"{self.package}.")
+        if len(inside) == len(key) + 1:
+            return NOTHING
+        return at(self.content, inside[:-1]) if inside else self.content
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Who set what: the files in the order of their merging, and the keys given on the command line."""
+
+    files: tuple[Source, ...] = ()
+    given: tuple[str, ...] = ()
+
+    def origin(self, key: str) -> str:
+        """Who set the key last; for a key that nobody set, who set the node that should have it."""
+        if any(key == given or key.startswith(f"{given}.") for given in self.given):
+            return COMMAND_LINE
+        file = self._file(key)
+        if file is None and any(given.startswith(f"{key}.") for given in self.given):
+            return COMMAND_LINE
+        parent = key.rpartition(".")[0]
+        if file is None and parent:
+            node = f"{parent}._target_"
+            return self.origin(node if key != node and self._file(node) else parent)
+        return file.shown if file else "configuration"
+
+    def declared(self, key: str) -> set[str]:
+        """The keys that the group's own files give the dict at `key`; empty when they leave it open."""
+        found = [file.at(key) for file in self.files if not file.recipe]
+        return {str(name) for content in found if isinstance(content, dict) for name in content}
+
+    def _file(self, key: str) -> Source | None:
+        return next((file for file in reversed(self.files) if file.at(key) is not NOTHING), None)
+
+
+def at(tree: Any, key: str) -> Any:
+    """The value at a dotted key of nested dicts and lists, or `NOTHING`."""
+    for part in key.split("."):
+        if isinstance(tree, dict) and part in tree:
+            tree = tree[part]
+        elif isinstance(tree, list) and part.isdigit() and int(part) < len(tree):
+            tree = tree[int(part)]
+        else:
+            return NOTHING
+    return tree
+
+
+def unknown(key: str, siblings: Collection[str], tree: dict[str, Any]) -> str:
+    """What to say of a key that is not among its `siblings`: the nearest right one, else what there is."""
+    parent, _, name = key.rpartition(".")
+    near = difflib.get_close_matches(name, siblings, 1, 0.6)
+    found = [f"{parent}.{near[0]}" if parent else near[0]] if near else [
+        path for path in paths(tree) if path.rpartition(".")[2] == name and path != key][:2]
+    if found:
+        return f"unknown key; nearest: {' or '.join(found)}"
+    return f"unknown key; {parent or 'the configuration'} takes {', '.join(sorted(siblings)) or 'none'}"
+
+
+def paths(tree: Any, start: str = "") -> Iterator[str]:
+    """Every dotted key of a tree of dicts."""
+    for name, value in tree.items() if isinstance(tree, dict) else ():
+        yield start + str(name)
+        yield from paths(value, f"{start}{name}.")
+
+
+def nearest(name: str, names: Collection[str]) -> str:
+    """The end of a message: the likeliest of `names`, or nothing."""
+    near = difflib.get_close_matches(name, names, 1, 0.6)
+    return f"; nearest: {near[0]}" if near else ""
+
+
+@contextlib.contextmanager
+def locked(folder: Path, who: str) -> Iterator[None]:
+    """Keeps out other processes that ask for the same folder; the lock ends with its process at the latest."""
+    path = folder.with_name(f"{folder.name}.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = _open_lock(path)
+    except BlockingIOError:
+        process = path.read_text().strip() if path.exists() else ""
+        raise UserError(f"{who} is being written by process {process or 'unknown'} ({folder}.partial); wait "
+                        f"until it is done or stop it, then run the same command") from None
+    except OSError as error:
+        raise UserError(f"{path.parent} cannot be written or locked ({error.strerror}); set run_root= to a "
+                        f"folder that can") from error
+    try:
+        os.ftruncate(handle, 0)
+        os.write(handle, f"{os.getpid()}\n".encode())
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(handle)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes the whole file or nothing: beside its place, to the disk, then into its place."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            json.dump(content, file, indent=2, default=_plain)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def flush(folder: Path) -> None:
+    """Brings every file below to the disk, so that a rename of the folder cannot outlive what is in it."""
+    for directory, _, files in os.walk(folder):
+        for name in files:
+            sync(Path(directory, name))
+        sync(Path(directory))
+
+
+def sync(path: Path) -> None:
+    """Brings one file or folder to the disk; links and sockets have nothing to bring."""
+    if path.is_symlink() or not (path.is_file() or path.is_dir()):
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _open_lock(path: Path) -> int:
+    """The locked file; one that its last holder unlinked in the meantime is not the lock any more."""
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
+                return handle
+        except OSError:
+            os.close(handle)
+            raise
+        os.close(handle)
+
+
+def _plain(value: Any) -> Any:
+    """For numbers of numpy and torch, and for paths, among JSON."""
+    if hasattr(value, "item"):
+        return value.item()
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} is nothing that JSON can hold")
+
+
+def _entry(name: str, text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=f"  {name:<22} ", subsequent_indent=" " * 25,
+                         break_on_hyphens=False) or [f"  {name}"]
+
+
+def _yaml_files(folder: Path) -> dict[str, Path]:
+    return {file.stem: file for file in sorted(folder.glob("*.yaml"))} if folder.is_dir() else {}

@@ -1,0 +1,95 @@
+"""The promise of a drafter, and what it is built from."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from trainer.records import Batch, Step
+from trainer.target_head import TargetHead
+
+
+@dataclass(frozen=True)
+class DraftContext:
+    """Facts of the target that a drafter is built for.
+
+    `config` is the target's (text) config.json; `token_counts` [V] int64 counts supervised tokens of the training
+    data (they choose a reduced draft vocabulary); `special_ids` are always part of that vocabulary; `tensors` gives
+    named weights of the target, for drafters that start from the target's own layers.
+    """
+
+    config: dict[str, Any]
+    head: TargetHead
+    mask_token_id: int
+    token_counts: Tensor
+    special_ids: tuple[int, ...]
+    layer_tensors: dict[int, dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What a drafter gives to, and reads from, a folder that a server loads.
+
+    `geometry` are the keys of an ordinary decoder config; `flavours` holds the method's own keys for each format
+    ("speculators", "native"), in that format's names and layer conventions.
+    """
+
+    weights: dict[str, Tensor]
+    geometry: dict[str, Any]
+    flavours: dict[str, dict[str, Any]]
+
+
+class Drafter(nn.Module, ABC):
+    """Trained parameters are float32 masters; the loop casts activations with autocast."""
+
+    tap_layers: tuple[int, ...]  # hidden states of the target that it reads, ascending
+    needs_last: bool             # whether the loss reads the target's last state
+    max_k: int                   # longest draft that it was trained for
+    method: str                  # the server's name of the method
+
+    @abstractmethod
+    def loss(self, batch: Batch) -> Step:
+        """Sums and counts of one packed row. All randomness comes from `batch.seed`."""
+
+    @abstractmethod
+    def new_context(self) -> Any:
+        """Empty state of one sequence for `extend` and `propose`."""
+
+    @abstractmethod
+    def extend(self, context: Any, taps: Tensor) -> Any:
+        """Takes in the hidden states `taps` [n, layers * hidden] of the next n committed tokens."""
+
+    @abstractmethod
+    def draft_logits(self, context: Any, anchor: int, length: int) -> Tensor:
+        """Logits [length, draft vocabulary] behind `propose`, as a server computes them."""
+
+    @abstractmethod
+    def propose(self, context: Any, anchor: int, length: int) -> list[int]:
+        """A greedy draft of `length` tokens (target ids) after `anchor`, the newest token, which the target has not
+        processed yet. Never looks past the anchor."""
+
+    @abstractmethod
+    def export(self) -> Exported:
+        """Names and layout that a server expects."""
+
+    @classmethod
+    @abstractmethod
+    def restore(cls, exported: Exported, flavour: str, head: TargetHead) -> Self:
+        """The drafter that a folder of this flavour describes, from its config and tensors alone; strict."""
+
+    def rounded(self, dtype: torch.dtype) -> Self:
+        """A float32 copy whose exported tensors hold values of `dtype`: what a folder in that dtype describes."""
+        copied = copy.deepcopy(self).requires_grad_(False)
+        for parameter in copied.parameters():
+            parameter.copy_(parameter.to(dtype))
+        return copied
+
+    @classmethod
+    def initial_layers(cls, **settings: Any) -> tuple[int, ...]:
+        """0-based target layers whose weights the constructor wants in `DraftContext.layer_tensors`."""
+        return ()

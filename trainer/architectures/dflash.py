@@ -1,0 +1,284 @@
+"""DFlash: a block of tokens in one parallel pass, conditioned on the target's hidden states.
+
+Two streams meet only in attention. *Context*: for every committed token p, c_p = hidden_norm(fc(taps_p)), from which
+each layer makes keys and values. *Query*: the block [x_p, MASK, ..., MASK] at positions p, p+1, ... after the anchor
+p, the newest token. Slots see the context before p and all slots of their block. Slot k >= 1 predicts the token at
+p + k; slot 0 carries the anchor and predicts nothing. Served as vLLM's method `dflash`
+(`model_executor/models/qwen3_dflash.py`), whose tensor names are the parameter names here.
+
+Given up: sliding windows (all layers attend fully and non-causally), and attention sinks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from trainer.architectures import losses, vocabulary
+from trainer.architectures.base import DraftContext, Drafter, Exported
+from trainer.architectures.block_layers import BlockLayer
+from trainer.architectures.layers import RMSNorm, Rotary
+from trainer.kernels.select import block_attention
+from trainer.records import Batch, Ratio, Step
+from trainer.target_head import TargetHead
+
+
+@dataclass
+class BlockContext:
+    """Keys and values of committed tokens, for each layer [tokens, kv_heads, head_dim]; grows by `extend`."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    length: int
+
+
+class DFlash(Drafter):
+    """`block_size` slots with `anchors` blocks drawn a packed row; `start_layers` are 0-based target layers whose
+    weights the draft layers start from (empty: random); `loss_chunk` bounds the rows of logits held at once."""
+
+    method = "dflash"
+
+    def __init__(self, context: DraftContext, layers: int, block_size: int, anchors: int, tap_layers: Sequence[int],
+                 draft_vocab_size: int | None, intermediate_size: int | None, objective: Literal["ce", "kl"],
+                 decay_gamma: float, start_layers: Sequence[int], loss_chunk: int, attention: str, seed: int) -> None:
+        super().__init__()
+        self.tap_layers = tuple(sorted(set(tap_layers)))
+        self.needs_last = objective == "kl"
+        self.max_k = block_size - 1
+        self.block_size, self.anchors, self.objective = block_size, anchors, objective
+        self.loss_chunk, self.head, self.mask_token_id = loss_chunk, context.head, context.mask_token_id
+        self.geometry = _geometry(context.config, layers, intermediate_size)
+        attend = block_attention(attention)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self._build(attend)
+        self._start_from(context, start_layers)
+        self.decay: Tensor
+        self.register_buffer("decay", losses.decay_weights(block_size - 1, decay_gamma), persistent=False)
+        rows = context.head.vocab_size
+        size = min(draft_vocab_size or rows, rows)
+        ids = vocabulary.choose(context.token_counts, size, context.special_ids) if size < rows else torch.arange(rows)
+        self.reduced = size < rows
+        self.register_buffer("draft_ids", ids, persistent=False)
+        self.register_buffer("draft_rows", torch.full((rows,), -1).scatter(0, ids, torch.arange(size)), persistent=False)
+        self.register_buffer("embedding", context.head.embedding, persistent=False)
+        self.register_buffer("draft_head", context.head.head[ids] if self.reduced else context.head.head,
+                             persistent=False)
+
+    def _build(self, attend: Callable[..., Tensor]) -> None:
+        shape = self.geometry
+        hidden, eps = shape["hidden_size"], shape["rms_norm_eps"]
+        self.fc = nn.Linear(len(self.tap_layers) * self.head.hidden_size, hidden, bias=False)
+        self.hidden_norm = RMSNorm(hidden, eps)
+        self.layers = nn.ModuleList(BlockLayer(shape, attend) for _ in range(shape["num_hidden_layers"]))
+        self.norm = RMSNorm(hidden, eps)
+        self.rotary = Rotary(shape["head_dim"], shape["rope_parameters"], shape["max_position_embeddings"])
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def _start_from(self, context: DraftContext, start_layers: Sequence[int]) -> None:
+        """Copies target layers, and lets `fc` begin as the newest tapped layer, whose scale the keys expect."""
+        if not start_layers:
+            return
+        if len(start_layers) != len(self.layers):
+            raise ValueError(f"drafter.start_layers {list(start_layers)} must name one target layer for each of the "
+                             f"{len(self.layers)} draft layers, or none")
+        for layer, index in zip(self.layers, start_layers, strict=True):
+            tensors = context.layer_tensors[index]
+            for name, parameter in layer.named_parameters():
+                if name in tensors and tensors[name].shape == parameter.shape:
+                    parameter.data.copy_(tensors[name])
+        self.norm.weight.data.copy_(context.head.norm.float() + context.head.norm_offset)
+        with torch.no_grad():
+            self.fc.weight.mul_(0.1)
+            if self.head.hidden_size == self.geometry["hidden_size"]:
+                self.fc.weight[:, -self.head.hidden_size:] += torch.eye(self.head.hidden_size)
+
+    @classmethod
+    def initial_layers(cls, **settings: Any) -> tuple[int, ...]:
+        return tuple(settings["start_layers"])
+
+    def loss(self, batch: Batch) -> Step:
+        anchors, valid = self._draw_anchors(batch)
+        hidden = self._blocks(batch, anchors)[:, 1:]  # slots 1.. predict
+        steps = torch.arange(1, self.block_size, device=anchors.device)
+        places = anchors[:, None] + steps
+        inside = places < batch.tokens.numel()
+        places = places.clamp(max=batch.tokens.numel() - 1)
+        supervised = inside & valid[:, None] & batch.loss_mask[places]
+        supervised &= batch.document[places] == batch.document[anchors][:, None]
+        supervised = supervised.cumprod(1).bool()  # nothing after the end of an answer is ever drafted for
+        labels = self.draft_rows[batch.tokens[places]]
+        known = supervised if self.needs_last else supervised & (labels >= 0)
+        teacher = self._teacher_rows(batch, places[known] - 1) if self.needs_last else None
+        each, hits = self._position_losses(hidden[known], labels[known], teacher)
+        weights = self.decay.expand_as(known)[known]
+        right = torch.zeros_like(supervised)
+        right[known] = hits
+        return Step((each * weights).sum(), weights.sum(), self._ratios(right, supervised, valid))
+
+    def _draw_anchors(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """`anchors` positions [A], ascending, whose own and next token were sampled by the target, drawn without
+        replacement; when there are fewer, the rest is marked invalid in the mask [A]."""
+        mask = batch.loss_mask
+        following = torch.zeros_like(mask)
+        following[:-1] = mask[1:] & mask[:-1] & (batch.document[1:] == batch.document[:-1])
+        candidates = following.nonzero().flatten()
+        generator = torch.Generator().manual_seed(batch.seed)
+        chosen = torch.randperm(candidates.numel(), generator=generator)[:self.anchors].sort().values
+        anchors = candidates[chosen.to(candidates.device)]
+        padding = self.anchors - anchors.numel()
+        valid = torch.arange(self.anchors, device=mask.device) < anchors.numel()
+        return F.pad(anchors, (0, padding)), valid
+
+    def _blocks(self, batch: Batch, anchors: Tensor) -> Tensor:
+        """Hidden states [A, S, H] after the final norm of the blocks at `anchors` [A]."""
+        context = self.hidden_norm(self.fc(batch.taps))
+        document, position = batch.document, batch.position
+        visible = (document[anchors][:, None] == document) & (position < position[anchors][:, None])
+        ids = torch.full((anchors.numel(), self.block_size), self.mask_token_id, device=anchors.device)
+        ids[:, 0] = batch.tokens[anchors]
+        places = position[anchors][:, None] + torch.arange(self.block_size, device=anchors.device)
+        turns = self.rotary(position), self.rotary(places)
+        stream = F.embedding(ids, self.embedding).float()
+        for layer in self.layers:
+            keys, values = layer.self_attn.keys_values(context, *turns[0])
+            stream = layer(stream, keys, values, visible, turns[1])
+        return self.norm(stream)
+
+    def _teacher_rows(self, batch: Batch, places: Tensor) -> Tensor:
+        """The target's logits [n, Vd] over the draft vocabulary at `places` [n]."""
+        with torch.no_grad():
+            rows, index = places.unique(return_inverse=True)
+            states = self.head.normed(batch.last[rows])
+            return (F.linear(states, self.draft_head.to(states.dtype)) * self.head.logit_scale)[index]
+
+    def _position_losses(self, hidden: Tensor, labels: Tensor, teacher: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Losses [n] and whether the greedy draft equals the token that came [n], a bounded number of rows at a time;
+        logits are computed again in the backward pass instead of being kept."""
+        chunks = range(0, max(len(hidden), 1), self.loss_chunk)
+        parts = []
+        for start in chunks:
+            rows = slice(start, start + self.loss_chunk)
+            arguments = hidden[rows], labels[rows], None if teacher is None else teacher[rows]
+            single = len(chunks) == 1
+            parts.append(self._chunk_losses(*arguments) if single
+                         else checkpoint(self._chunk_losses, *arguments, use_reentrant=False))
+        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+    def _chunk_losses(self, hidden: Tensor, labels: Tensor, teacher: Tensor | None) -> tuple[Tensor, Tensor]:
+        logits = self.logits(hidden)
+        each = losses.cross_entropy(logits, labels) if teacher is None else losses.forward_kl(logits, teacher)
+        return each, logits.argmax(-1) == labels
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Draft logits [..., Vd] of normed hidden states [..., H]."""
+        return F.linear(hidden, self.draft_head.to(hidden.dtype)) * self.head.logit_scale
+
+    def _ratios(self, right: Tensor, supervised: Tensor, valid: Tensor) -> dict[str, Ratio]:
+        """Teacher-forced accepted length (bonus token included) and acceptance of the first slot."""
+        run = (right & supervised).cumprod(1)
+        blocks = valid.sum()
+        return {"accepted_length": Ratio(run.sum() + blocks, blocks), "accepted@1": Ratio(run[:, 0].sum(), blocks)}
+
+    def new_context(self) -> BlockContext:
+        shape = self.geometry
+        empty = torch.zeros(0, shape["num_key_value_heads"], shape["head_dim"], device=self.draft_ids.device)
+        count = len(self.layers)
+        return BlockContext([empty] * count, [empty] * count, 0)
+
+    @torch.no_grad()
+    def extend(self, context: BlockContext, taps: Tensor) -> BlockContext:
+        features = self.hidden_norm(self.fc(taps))
+        cos, sin = self.rotary(torch.arange(context.length, context.length + len(taps), device=taps.device))
+        made = [layer.self_attn.keys_values(features, cos, sin) for layer in self.layers]
+        return BlockContext([torch.cat([old, new]) for old, (new, _) in zip(context.keys, made, strict=True)],
+                            [torch.cat([old, new]) for old, (_, new) in zip(context.values, made, strict=True)],
+                            context.length + len(taps))
+
+    @torch.no_grad()
+    def propose(self, context: BlockContext, anchor: int, length: int) -> list[int]:
+        return self.draft_ids[self.draft_logits(context, anchor, length).argmax(-1)].tolist()
+
+    @torch.no_grad()
+    def draft_logits(self, context: BlockContext, anchor: int, length: int) -> Tensor:
+        device = self.draft_ids.device
+        ids = torch.full((1, length + 1), self.mask_token_id, device=device)
+        ids[0, 0] = anchor
+        places = context.length + torch.arange(length + 1, device=device)[None]
+        visible = torch.ones(1, context.length, dtype=torch.bool, device=device)
+        stream = F.embedding(ids, self.embedding).to(self.fc.weight.dtype)
+        for layer, keys, values in zip(self.layers, context.keys, context.values, strict=True):
+            stream = layer(stream, keys, values, visible, self.rotary(places))
+        return self.logits(self.norm(stream)[0, 1:])
+
+    def rounded(self, dtype: torch.dtype) -> Self:
+        copied = super().rounded(dtype)
+        if self.reduced:  # otherwise the head is the target's own and not exported
+            copied.draft_head = copied.draft_head.to(dtype).float()
+        return copied
+
+    def export(self) -> Exported:
+        weights = {name: parameter.detach() for name, parameter in self.named_parameters()}
+        if self.reduced:
+            weights["lm_head.weight"] = self.draft_head
+            weights["d2t"] = vocabulary.offsets(self.draft_ids)
+        rows = self.draft_ids.numel()
+        speculators = {"speculators_model_type": "dflash", "architectures": ["DFlashDraftModel"],
+                       "aux_hidden_state_layer_ids": list(self.tap_layers), "mask_token_id": self.mask_token_id,
+                       "block_size": self.block_size, "draft_vocab_size": rows, "sample_from_anchor": False,
+                       "sliding_window_non_causal": True,  # false would make every layer causal when served
+                       "target_hidden_size": self.head.hidden_size}
+        native = {"architectures": ["DFlashDraftModel"], "block_size": self.block_size, "draft_vocab_size": rows,
+                  "eagle_aux_hidden_state_layer_ids": list(self.tap_layers),
+                  "target_hidden_size": self.head.hidden_size,
+                  "dflash_config": {"mask_token_id": self.mask_token_id, "causal": False, "sample_from_anchor": False,
+                                    "target_layer_ids": [layer - 1 for layer in self.tap_layers]}}
+        return Exported(weights, dict(self.geometry), {"speculators": speculators, "native": native})
+
+    @classmethod
+    def restore(cls, exported: Exported, flavour: str, head: TargetHead) -> Self:
+        config = exported.flavours[flavour]
+        inner = config if flavour == "speculators" else config["dflash_config"]
+        taps = config["aux_hidden_state_layer_ids"] if flavour == "speculators" else \
+            [layer + 1 for layer in inner["target_layer_ids"]]
+        weights = dict(exported.weights)
+        counts = torch.ones(head.vocab_size, dtype=torch.int64)
+        if (offsets := weights.pop("d2t", None)) is not None:
+            counts = torch.zeros_like(counts).scatter(0, offsets + torch.arange(len(offsets)), 1)
+        own_head = weights.pop("lm_head.weight", None)
+        context = DraftContext(exported.geometry, head, inner["mask_token_id"], counts, (), {})
+        drafter = cls(context, layers=exported.geometry["num_hidden_layers"], block_size=config["block_size"],
+                      anchors=0, tap_layers=taps, draft_vocab_size=config["draft_vocab_size"],
+                      intermediate_size=exported.geometry["intermediate_size"], objective="ce", decay_gamma=1.0,
+                      start_layers=(), loss_chunk=1, attention="reference", seed=0)
+        drafter.load_state_dict(weights, strict=True)
+        if own_head is not None:
+            drafter.draft_head = own_head
+        return drafter.eval().requires_grad_(False)
+
+
+def _geometry(config: dict[str, Any], layers: int, intermediate_size: int | None) -> dict[str, Any]:
+    """The draft's decoder config, field by field: the target's sizes and rotary settings, Qwen3's layout."""
+    heads = config["num_attention_heads"]
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = rope.get("rope_theta", config.get("rope_theta"))
+    if theta is None:
+        raise ValueError("the target's config.json has no rope_theta, so the draft's positions would be guessed; write "
+                         "rope_parameters into it")
+    return {"model_type": "qwen3", "hidden_size": config["hidden_size"], "num_hidden_layers": layers,
+            "num_attention_heads": heads, "num_key_value_heads": config.get("num_key_value_heads", heads),
+            "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+            "intermediate_size": intermediate_size or config["intermediate_size"], "hidden_act": "silu",
+            "rms_norm_eps": float(config["rms_norm_eps"]), "attention_bias": False, "attention_dropout": 0.0,
+            "rope_parameters": {"rope_type": "default", **rope, "rope_theta": float(theta)},
+            "max_position_embeddings": config["max_position_embeddings"], "vocab_size": config["vocab_size"],
+            "layer_types": ["full_attention"] * layers, "sliding_window": None, "use_sliding_window": False,
+            "tie_word_embeddings": False, "initializer_range": 0.02}

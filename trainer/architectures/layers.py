@@ -1,0 +1,81 @@
+"""Parts that several drafters share: norm, rotary positions, gated MLP, all in the layout of a Qwen3/Llama decoder.
+
+Parameter names are those of the exported checkpoints, so `state_dict` needs no renaming.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32, returned in x's dtype."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (wide * self.weight).to(x.dtype)
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)), no biases. x [..., hidden]."""
+
+    def __init__(self, hidden: int, intermediate: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Rotary(nn.Module):
+    """cos and sin of positions, any rope type of the field, in the half-split ("neox") layout.
+
+    `parameters` is a config's `rope_parameters`: `rope_theta`, `rope_type` and the keys of that type.
+    """
+
+    def __init__(self, head_dim: int, parameters: Mapping[str, Any], max_positions: int) -> None:
+        super().__init__()
+        kind = parameters.get("rope_type", "default")
+        if kind == "default":
+            exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+            inverse, self.scale = 1.0 / (parameters["rope_theta"] ** exponent), 1.0
+        else:
+            inverse, self.scale = _scaled_frequencies(kind, head_dim, parameters, max_positions)
+        self.register_buffer("inverse", inverse, persistent=False)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [...] int64 -> cos, sin [..., head_dim] float32."""
+        angles = positions[..., None].float() * self.inverse
+        angles = torch.cat([angles, angles], dim=-1)
+        return angles.cos() * self.scale, angles.sin() * self.scale
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Applies rotary positions to x [..., heads, head_dim]; cos, sin [..., head_dim]. Returns x's dtype."""
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat([-second, first], dim=-1)
+    return (x * cos.unsqueeze(-2) + turned * sin.unsqueeze(-2)).to(x.dtype)
+
+
+def _scaled_frequencies(kind: str, head_dim: int, parameters: Mapping[str, Any],
+                        max_positions: int) -> tuple[Tensor, float]:
+    from transformers import Qwen3Config
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    if kind not in ROPE_INIT_FUNCTIONS:
+        raise ValueError(f"rope_type {kind!r} of the target is not known; known are {sorted(ROPE_INIT_FUNCTIONS)}")
+    config = Qwen3Config(head_dim=head_dim, rope_parameters=dict(parameters), max_position_embeddings=max_positions)
+    return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))

@@ -1,0 +1,56 @@
+"""Samples -> packed rows of at most `tokens` tokens, in an order that is a pure function of seed and epoch.
+
+Samples are shuffled, then packed first-fit within a window of open rows: nothing is padded, attention and anchors
+never cross a sample (`Batch.document`). Samples longer than a row are refused when the plan is made, not at a step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+from trainer.errors import UserError
+from trainer.records import Batch, HiddenStates, Sample
+
+WINDOW = 8  # open rows that a sample may still be put into
+
+
+def seed_of(*parts: object) -> int:
+    """A 62-bit seed from any parts, the same on every machine and in every process."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little") >> 2
+
+
+def plan_epoch(lengths: Sequence[int], tokens: int, seed: int, epoch: int) -> list[list[int]]:
+    """Rows of one epoch as lists of sample indices."""
+    longest = max(lengths)
+    if longest > tokens:
+        raise UserError(f"a sample has {longest} tokens but train.tokens is {tokens}; raise it, or lower "
+                        f"responses.sampling.max_new_tokens")
+    order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed_of(seed, "order", epoch)))
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for index in order.tolist():
+        fits = [row for row in range(max(0, len(rows) - WINDOW), len(rows)) if room[row] >= lengths[index]]
+        if fits:
+            row = min(fits, key=lambda each: room[each])
+            rows[row].append(index)
+            room[row] -= lengths[index]
+        else:
+            rows.append([index])
+            room.append(tokens - lengths[index])
+    return rows
+
+
+def collate(samples: Sequence[Sample], states: Sequence[HiddenStates], seed: int, device: str) -> Batch:
+    """One packed row of whole samples."""
+    lengths = [len(sample.tokens) for sample in samples]
+    return Batch(
+        tokens=torch.tensor([token for sample in samples for token in sample.tokens], device=device),
+        loss_mask=torch.tensor([flag for sample in samples for flag in sample.loss_mask], device=device),
+        document=torch.repeat_interleave(torch.arange(len(samples)), torch.tensor(lengths)).to(device),
+        position=torch.cat([torch.arange(length) for length in lengths]).to(device),
+        taps=torch.cat([state.taps for state in states]).to(device),
+        last=torch.cat([state.last for state in states]).to(device),
+        seed=seed)

@@ -1,0 +1,215 @@
+"""Stage `responses`: the exact target answers every prompt -> `responses.jsonl`, one row for each assistant turn.
+
+Token ids are stored as the engine returned them and never tokenised again. Prompts are answered in groups whose
+make-up depends on the data alone, and a group is appended whole, so that a killed run goes on with the next group and
+ends with the same bytes as an unbroken one. Later turns see the target's own earlier answers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from trainer.data.chat import Chat, coloured
+from trainer.data.prompts import read_prompts
+from trainer.engines.base import TargetEngine
+from trainer.errors import UserError
+from trainer.pipeline import Stage
+from trainer.progress import Progress
+from trainer.records import Prompt, Sample, Sampling
+from trainer.target import Target
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Regenerate(Stage):
+    """Asks the target. `too_long` says what happens to a prompt that leaves no room for an answer."""
+
+    target: Target
+    engine: TargetEngine
+    sampling: Sampling
+    too_long: Literal["error", "drop"]
+
+    after: ClassVar[tuple[str, ...]] = ("prompts",)
+    version: ClassVar[int] = 1
+
+    def external(self) -> dict[str, Any]:
+        return {"target": self.target.identity}
+
+    def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
+        chat = Chat(self.target.tokenizer, self.target.template, self.target.end_ids)
+        prompts = read_prompts(inputs["prompts"])
+        writer = GroupFile(out / "responses.jsonl")
+        dropped = self._too_long(chat, prompts)
+        prompts = [(prompt, name) for prompt, name in prompts if prompt.id not in dropped]
+        with self.engine.load(self.target.folder, self.target.end_ids) as engine:
+            total = sum(len(prompt.turns) for prompt, _ in prompts)
+            with Progress("responses", total=total, unit="answers", start=len(writer.rows)) as bar:
+                for turn in range(max(len(prompt.turns) for prompt, _ in prompts)):
+                    for group in self._groups(chat, prompts, turn, writer.rows, engine.group):
+                        if writer.has(group):
+                            continue
+                        rows = self._answer(engine, group)
+                        writer.append(rows)
+                        tokens = sum(len(row["tokens"]) for row in rows)
+                        bar.advance(len(rows), **{"tokens/s": tokens / rows[0]["seconds"],
+                                                  "cut": sum(row["finish_reason"] == "length" for row in rows)})
+        return describe(list(writer.rows.values()), chat, sorted(dropped))
+
+    def _too_long(self, chat: Chat, prompts: list[tuple[Prompt, str]]) -> set[str]:
+        dropped = set()
+        for prompt, _ in prompts:
+            length = len(chat.prompt(messages_of(prompt, [])))
+            if length >= self.engine.max_length:
+                if self.too_long == "error":
+                    raise UserError(f"prompt {prompt.id} has {length} tokens, which leaves no room for an answer within "
+                                    f"engine.max_length={self.engine.max_length}; raise it, or leave such prompts out "
+                                    f"with responses.too_long=drop")
+                dropped.add(prompt.id)
+        if len(dropped) == len(prompts):
+            raise UserError(f"all {len(prompts)} prompts are longer than engine.max_length={self.engine.max_length}; "
+                            f"raise it")
+        return dropped
+
+    def _groups(self, chat: Chat, prompts: list[tuple[Prompt, str]], turn: int, done: dict[str, Row],
+                size: int) -> Iterator[list[Row]]:
+        """Questions of one turn, longest first (they decide the memory), in groups of `size`."""
+        questions = []
+        for prompt, name in prompts:
+            if turn >= len(prompt.turns):
+                continue
+            answers = [chat.tokenizer.decode(done[f"{prompt.id}#{earlier}"]["tokens"], skip_special_tokens=True)
+                       for earlier in range(turn)]
+            ids = chat.prompt(messages_of(prompt, answers))
+            if len(ids) >= self.engine.max_length:
+                continue  # only a later turn can get here: the history outgrew the limit, its earlier turns stay
+            questions.append({"id": f"{prompt.id}#{turn}", "split": name, "category": prompt.category,
+                              "language": prompt.language, "prompt": ids})
+        questions.sort(key=lambda row: (-len(row["prompt"]), row["id"]))
+        for start in range(0, len(questions), size):
+            yield questions[start:start + size]
+
+    def _answer(self, engine: TargetEngine, group: list[Row]) -> list[Row]:
+        answers = engine.generate([row["prompt"] for row in group], [row["id"] for row in group], self.sampling)
+        return [{**row, "tokens": list(answer.tokens), "finish_reason": answer.finish_reason,
+                 "seconds": round(answer.seconds, 3)} for row, answer in zip(group, answers, strict=True)]
+
+
+@dataclass(frozen=True)
+class AsGiven(Stage):
+    """Keeps the answers that the data brings (off-policy); the mask comes from prefix renderings of the template."""
+
+    target: Target
+    max_length: int
+
+    after: ClassVar[tuple[str, ...]] = ("prompts",)
+    version: ClassVar[int] = 1
+
+    def external(self) -> dict[str, Any]:
+        return {"target": self.target.identity}
+
+    def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
+        chat = Chat(self.target.tokenizer, self.target.template, self.target.end_ids)
+        rows: list[Row] = []
+        dropped = []
+        for prompt, name in read_prompts(inputs["prompts"]):
+            if len(prompt.answers) < len(prompt.turns):
+                raise UserError(f"prompt {prompt.id} has {len(prompt.turns)} turns but {len(prompt.answers)} answers; "
+                                f"responses=as_given needs an answer to each, or use responses=regenerate")
+            for number, (ids, mask) in enumerate(chat.supervised(messages_of(prompt, list(prompt.answers)))):
+                if len(ids) > self.max_length:
+                    dropped.append(prompt.id)
+                    continue
+                rows.append({"id": f"{prompt.id}#{number}", "split": name, "category": prompt.category,
+                             "language": prompt.language, "prompt": [], "tokens": ids, "mask": mask,
+                             "finish_reason": "given"})
+        (out / "responses.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return describe(rows, chat, dropped)
+
+
+class GroupFile:
+    """An append-only JSONL of groups. Opening it cuts a torn tail: rows after the last whole group."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows: dict[str, Row] = {}
+        if not path.exists():
+            return
+        whole = position = 0
+        pending: dict[str, Row] = {}
+        with path.open("rb") as file:
+            for line in file:
+                position += len(line)
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError:
+                    break
+                pending[row["id"]] = row
+                if row.pop("last", False):
+                    self.rows.update(pending)
+                    whole, pending = position, {}
+        os.truncate(path, whole)
+
+    def has(self, group: list[Row]) -> bool:
+        return all(row["id"] in self.rows for row in group)
+
+    def append(self, rows: list[Row]) -> None:
+        lines = [json.dumps({**row, "last": True} if row is rows[-1] else row) + "\n" for row in rows]
+        with self.path.open("a") as file:
+            file.writelines(lines)
+            file.flush()
+            os.fsync(file.fileno())
+        self.rows.update({row["id"]: row for row in rows})
+
+
+def messages_of(prompt: Prompt, answers: list[str]) -> list[dict[str, str]]:
+    """The conversation up to the turn after the given answers (or to the end when all are given)."""
+    messages = [{"role": "system", "content": prompt.system}] if prompt.system is not None else []
+    for index, turn in enumerate(prompt.turns[:len(answers) + 1]):
+        messages.append({"role": "user", "content": turn})
+        if index < len(answers):
+            messages.append({"role": "assistant", "content": answers[index]})
+    return messages
+
+
+def read_samples(folder: Path, split: str) -> list[Sample]:
+    """Training rows of one split of a finished stage, ordered by id."""
+    samples = []
+    with (folder / "responses.jsonl").open() as file:
+        for line in file:
+            row = json.loads(line)
+            if row["split"] == split:
+                mask = row.get("mask") or [False] * len(row["prompt"]) + [True] * len(row["tokens"])
+                samples.append(Sample(row["id"], tuple(row["prompt"] + row["tokens"]), tuple(mask), row["category"],
+                                      row["finish_reason"]))
+    return sorted(samples, key=lambda sample: sample.id)
+
+
+def describe(rows: list[Row], chat: Chat, dropped: list[str]) -> dict[str, Any]:
+    """The numbers of the stage's record; prints the supervised share and one row, and refuses an empty mask."""
+    cut = [row["id"] for row in rows if row["finish_reason"] == "length"]
+    masks = {row["id"]: row.get("mask") or [False] * len(row["prompt"]) + [True] * len(row["tokens"]) for row in rows}
+    empty = [row["id"] for row in rows if len(row["tokens"]) - (row["finish_reason"] == "stop") <= 0]
+    tokens, supervised = sum(map(len, masks.values())), sum(map(sum, masks.values()))
+    shown = next((row for row in rows if row["id"] not in empty), None)
+    if not supervised or shown is None:
+        raise UserError(f"none of the {tokens} tokens in {len(rows)} rows is supervised: no answer was found after the "
+                        f"generation prompt; look at the template of {chat.tokenizer.name_or_path}")
+    from rich import print as rich_print
+
+    rich_print(f"[dim]{shown['id']}, supervised tokens in[/] [bold green]green[/]:")
+    rich_print(coloured(chat.tokenizer, shown["prompt"] + shown["tokens"], masks[shown["id"]]))
+    print(f"supervised: {supervised} of {tokens} tokens ({supervised / tokens:.1%}) in {len(rows)} rows; "
+          f"{len(cut)} cut by the limit, {len(empty)} empty, {len(dropped)} dropped")
+    return {"rows": len(rows), "tokens": tokens, "supervised": supervised,
+            "supervised_share": round(supervised / tokens, 4), "cut": len(cut), "cut_ids": cut[:20],
+            "empty": len(empty), "empty_ids": empty[:20], "dropped": len(dropped), "dropped_ids": dropped[:20],
+            "splits": dict(Counter(row["split"] for row in rows)),
+            "categories": dict(Counter(row["category"] for row in rows)),
+            "mean_answer_tokens": round(supervised / len(rows), 1)}

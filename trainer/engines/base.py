@@ -1,0 +1,67 @@
+"""The promise of a target engine: answer prompts, and give the hidden states of given tokens.
+
+Requests always carry token ids, so there is one tokenisation in the whole pipeline.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from torch import Tensor
+
+from trainer.records import Completion, HiddenStates, Sampling
+
+
+class Session(ABC):
+    """One sequence that the target reads step by step."""
+
+    @abstractmethod
+    def step(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Reads `tokens` after what was read before; returns logits [n, V] float32 and taps [n, layers * hidden]."""
+
+    @abstractmethod
+    def rewind(self, length: int) -> None:
+        """Forgets all but the first `length` tokens."""
+
+
+class TargetEngine(ABC):
+    """A context manager: what `__enter__` loads or starts, `__exit__` frees or stops."""
+
+    @property
+    @abstractmethod
+    def group(self) -> int:
+        """How many requests are handed over at once. A group is answered as one unit: what is in it decides the
+        numerics, so groups are formed from the order of the data alone and never from what was done before."""
+
+    @property
+    @abstractmethod
+    def max_length(self) -> int:
+        """Longest sequence, prompt and answer together, in tokens."""
+
+    @abstractmethod
+    def load(self, folder: Path, end_ids: Sequence[int]) -> Self:
+        """Binds the target's folder and the ids at which an answer ends; cheap, nothing is loaded yet."""
+
+    @abstractmethod
+    def generate(self, prompts: Sequence[Sequence[int]], keys: Sequence[str],
+                 sampling: Sampling) -> list[Completion]:
+        """Answers one group of prompts, in order. `keys` seed the sampling of each prompt, independent of the rest."""
+
+    @abstractmethod
+    def hidden_states(self, rows: Sequence[Sequence[int]], tap_layers: Sequence[int]) -> Iterator[HiddenStates]:
+        """Hidden states of every token of every row, in order, in the engine's dtype, on the CPU."""
+
+    @abstractmethod
+    def session(self, tap_layers: Sequence[int]) -> Session:
+        """A fresh sequence, for draft-and-verify decoding in this process."""
+
+    @abstractmethod
+    def __enter__(self) -> Self: ...
+
+    @abstractmethod
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None: ...

@@ -1,0 +1,60 @@
+"""A key/value cache that grows in place by blocks, for batched decoding with rows that leave early.
+
+The stock dynamic cache copies everything for each new token; at 96 rows on a CPU that costs a third of the step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+BLOCK = 128  # tokens by which the buffers grow
+
+
+class GrowingLayer(DynamicLayer):
+    """Keys and values [rows, heads, tokens, head_dim] as views of larger buffers."""
+
+    used = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        end = self.used + key_states.shape[-2]
+        if self.used == 0 or end > self.key_buffer.shape[-2]:
+            self._grow(key_states, end)
+        self.key_buffer[:, :, self.used:end] = key_states
+        self.value_buffer[:, :, self.used:end] = value_states
+        self.used = end
+        return self._view()
+
+    def _grow(self, like: Tensor, end: int) -> None:
+        capacity = (end // BLOCK + 1) * BLOCK
+        keys = like.new_empty(like.shape[0], like.shape[1], capacity, like.shape[3])
+        values = like.new_empty(keys.shape)
+        if self.used:
+            keys[:, :, :self.used], values[:, :, :self.used] = self.keys, self.values
+        self.key_buffer, self.value_buffer = keys, values
+
+    def _view(self) -> tuple[Tensor, Tensor]:
+        self.keys, self.values = self.key_buffer[:, :, :self.used], self.value_buffer[:, :, :self.used]
+        return self.keys, self.values
+
+    def select(self, rows: Tensor) -> None:
+        self.key_buffer, self.value_buffer = self.key_buffer[rows], self.value_buffer[rows]
+        self._view()
+
+
+class GrowingCache(DynamicCache):
+    """All layers of a plain-attention decoder; `select` keeps some of the rows."""
+
+    def select(self, rows: Tensor) -> None:
+        for layer in self.layers:
+            layer.select(rows)
+
+
+def growing_cache(config: Any) -> DynamicCache:
+    cache = GrowingCache(config=config)
+    cache.layers = [GrowingLayer() for _ in range(config.get_text_config().num_hidden_layers)]
+    return cache

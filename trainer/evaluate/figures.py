@@ -1,0 +1,241 @@
+"""The report's figures, each drawn with matplotlib and returned as the text of one inline `<svg>`.
+
+The background is transparent and every neutral stroke or text is written as `currentColor`, so that one
+drawing reads on a light and on a dark page; text stays text and takes the font of the page. Nothing is drawn
+through pyplot, so no global state and no display is touched. A figure without data is None.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+NEUTRAL = "#010203"  # a colour that nothing else uses; replaced by `currentColor` once drawn
+PLAIN, DRAFTER = "#8b95a7", "#4c7df0"
+SERIES = ("#4c7df0", "#12a594", "#e5843a", "#a06be0", "#d6517d", "#7a9a01")
+CELL = "#2f5fe0"
+WIDTH = 9.2  # inches; the page scales the drawing to its column
+MIDDLE, POINTS = {"ha": "center", "va": "center"}, {"textcoords": "offset points"}
+ENGINES = {"in_process": "in process", "vllm": "vLLM"}
+STYLE = {
+    "svg.fonttype": "none", "svg.hashsalt": "report", "font.family": "sans-serif", "font.size": 10,
+    "text.color": NEUTRAL, "axes.edgecolor": NEUTRAL, "axes.labelcolor": NEUTRAL, "xtick.color": NEUTRAL,
+    "ytick.color": NEUTRAL, "axes.facecolor": "none", "axes.spines.top": False, "axes.spines.right": False,
+    "axes.linewidth": 0.6, "grid.color": NEUTRAL, "grid.alpha": 0.14, "grid.linewidth": 0.7,
+    "axes.axisbelow": True, "axes.titlelocation": "left", "axes.titlesize": 10, "legend.frameon": False,
+    "xtick.major.width": 0.6, "ytick.major.width": 0.6,
+}  # fmt: skip
+
+
+def draw(rows: list[dict], log: list[dict]) -> dict[str, str | None]:
+    """All figures of a report, by name; None where the data is absent."""
+    import matplotlib
+
+    with matplotlib.rc_context(STYLE):
+        return {
+            "heatmap": acceptance_heatmap(rows),
+            "training": training_curves(log),
+            "throughput": throughput_bars(rows),
+            "slices": accepted_length_bars(rows),
+        }
+
+
+def acceptance_heatmap(rows: list[dict]) -> str | None:
+    """One line a (dataset, engine, K), one cell a position: the share of drafts accepted as far as that."""
+    lines = _one_a_setting([row for row in rows if row["per_position_acceptance"]])
+    if not lines:
+        return None
+    width = max(len(row["per_position_acceptance"]) for row in lines)
+    figure, (axes,) = _figure(0.36 * len(lines) + 0.75)
+    for line, row in enumerate(lines):
+        for position, rate in enumerate(row["per_position_acceptance"]):
+            strength = 0.07 + 0.93 * min(max(rate, 0.0), 1.0)
+            axes.add_patch(_cell(position, line, strength))
+            ink = "#ffffff" if strength > 0.75 else NEUTRAL
+            axes.text(
+                position + 0.5, line + 0.5, f"{rate:.2f}", color=ink, size=9 if width <= 12 else 7, **MIDDLE
+            )
+        axes.text(width + 0.55, line + 0.5, f"{row['mean_accepted_length']:.2f}", weight="bold", **MIDDLE)
+    axes.set(xlim=(0, width + 1.1), ylim=(len(lines), 0))
+    places = [position + 0.5 for position in range(width)] + [width + 0.55]
+    axes.set_xticks(places, [*map(str, range(1, width + 1)), "length"])
+    axes.set_yticks([i + 0.5 for i in range(len(lines))], [_name(row) for row in lines])
+    axes.xaxis.tick_top()
+    axes.tick_params(length=0)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    return _svg(figure, "heatmap")
+
+
+def training_curves(log: list[dict]) -> str | None:
+    """Two panels over steps: the loss, and the accepted length, estimated on batches or decoded."""
+    panels = {
+        "loss": {"loss": "training", "heldout_loss": "held out"},
+        "accepted length": {
+            "estimate": "training, estimated",
+            "heldout_estimate": "held out, estimated",
+            "accepted_length": "held out, decoded",
+        },
+    }
+    drawn = {title: {key: _points(log, key) for key in keys} for title, keys in panels.items()}
+    drawn = {
+        title: curves for title, curves in drawn.items() if any(len(curve) > 1 for curve in curves.values())
+    }
+    if not drawn:
+        return None
+    figure, panel = _figure(3.0, len(drawn))
+    for axes, (title, curves) in zip(panel, drawn.items(), strict=True):
+        for colour, (key, points) in zip(SERIES, curves.items(), strict=False):
+            _curve(axes, points, panels[title][key], colour, noisy=key in ("loss", "estimate"))
+        axes.set(title=title, xlabel="step")
+        axes.grid(True)
+        axes.legend()
+    return _svg(figure, "training")
+
+
+def throughput_bars(rows: list[dict]) -> str | None:
+    """A pair of bars a (K, users): plain decoding beside the drafter under its speedup; a panel an engine."""
+    panels: dict[tuple[str, str], list[dict]] = {}
+    for row in sorted(rows, key=lambda row: (_order(row)[:-2], row.get("users") or 1, _setting(row))):
+        if row["tok_s"] and row["baseline_tok_s"] and "/" not in row["dataset"]:
+            panels.setdefault((row.get("engine", ""), row["dataset"]), []).append(row)
+    if not panels:
+        return None
+    figure, panel = _figure(2.9 * len(panels), len(panels), beside=False)
+    for axes, ((engine, dataset), lines) in zip(panel, panels.items(), strict=True):
+        places = range(len(lines))
+        for side, key, colour, label in (
+            (-0.2, "baseline_tok_s", PLAIN, "plain"),
+            (0.2, "tok_s", DRAFTER, "drafter"),
+        ):
+            axes.bar([x + side for x in places], [row[key] for row in lines], 0.36, color=colour, label=label)
+        for x, row in enumerate(lines):
+            factor = f"{row['speedup'] or row['tok_s'] / row['baseline_tok_s']:.2f}x"
+            axes.annotate(
+                factor, (x + 0.2, row["tok_s"]), (0, 3), ha="center", size=9, weight="bold", **POINTS
+            )
+        axes.set_xticks(places, [f"K={row['num_speculative_tokens']}\n{users(row)}" for row in lines])
+        axes.set(title=f"{ENGINES.get(engine, engine)}, {dataset}", ylabel="tokens/s")
+        axes.set_xlim(-0.7, max(len(lines), 6) - 0.3)
+        axes.margins(y=0.14)
+        axes.tick_params(axis="x", length=0)
+        axes.grid(True, axis="y")
+        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, borderaxespad=0.0, fontsize=9)
+    return _svg(figure, "throughput")
+
+
+def accepted_length_bars(rows: list[dict]) -> str | None:
+    """The accepted length by kind of prompt, one bar a (engine, K); the dashed line is plain decoding."""
+    lines = _one_a_setting(rows)
+    series = sorted({_setting(row) for row in lines if "/" in row["dataset"]})
+    lines = [row for row in lines if _setting(row) in series]
+    if not lines:
+        return None
+    datasets = list(dict.fromkeys(row["dataset"] for row in lines))
+    height = 0.8 / len(series)
+    figure, (axes,) = _figure(0.9 + len(datasets) * (0.2 + 0.24 * len(series)))
+    for number, (engine, k) in enumerate(series):
+        own = [row for row in lines if _setting(row) == (engine, k)]
+        places = [datasets.index(row["dataset"]) + (number + 0.5) * height - 0.4 for row in own]
+        lengths = [row["mean_accepted_length"] for row in own]
+        label = f"{ENGINES.get(engine, engine)}, K={k}"
+        axes.barh(places, lengths, height * 0.86, color=SERIES[number % len(SERIES)], label=label)
+        for place, length in zip(places, lengths, strict=True):
+            axes.annotate(f"{length:.2f}", (length, place), (4, 0), va="center", size=9, **POINTS)
+    axes.axvline(1.0, color=NEUTRAL, linewidth=0.9, linestyle=(0, (3, 3)), alpha=0.7)
+    axes.set_yticks(range(len(datasets)), datasets)
+    axes.set(
+        xlabel="accepted length (tokens a target step)", ylim=(len(datasets) - 0.4, -0.6), xlim=(0, None)
+    )
+    axes.margins(x=0.1)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(True, axis="x")
+    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=4, borderaxespad=0.0, fontsize=9)
+    return _svg(figure, "slices")
+
+
+def users(row: dict) -> str:
+    """'1 user', '8 users'; a row that does not say was measured with one."""
+    count = row.get("users") or 1
+    return f"{count} user" if count == 1 else f"{count} users"
+
+
+def _one_a_setting(rows: list[dict]) -> list[dict]:
+    """Acceptance does not depend on users: of rows that differ in that alone, the one with the fewest."""
+    kept: dict[tuple, dict] = {}
+    for row in sorted(rows, key=_order):
+        kept.setdefault((row["dataset"], *_setting(row)), row)
+    return list(kept.values())
+
+
+def _order(row: dict) -> tuple:
+    """All prompts before their slices, the server before the process, then K and users ascending."""
+    engine, k = _setting(row)
+    return "/" in row["dataset"], row["dataset"], engine != "vllm", engine, k, row.get("users") or 1
+
+
+def _setting(row: dict) -> tuple[str, int]:
+    return row.get("engine", ""), row["num_speculative_tokens"]
+
+
+def _name(row: dict) -> str:
+    engine, k = _setting(row)
+    return f"{row['dataset']}, {ENGINES.get(engine, engine)}, K={k}"
+
+
+def _points(log: list[dict], key: str) -> list[tuple[float, float]]:
+    return [(entry["step"], entry[key]) for entry in log if isinstance(entry.get(key), int | float)]
+
+
+def _curve(axes: Axes, points: list[tuple[float, float]], label: str, colour: str, noisy: bool) -> None:
+    """One curve; a long noisy one is drawn faintly under its running mean, which the legend says."""
+    if len(points) < 2:
+        return
+    steps, values = zip(*points, strict=True)
+    window = len(points) // 20
+    if not noisy or window < 3:
+        marker = "o" if len(points) <= 40 and not noisy else None
+        axes.plot(steps, values, color=colour, linewidth=1.8, marker=marker, markersize=3.5, label=label)
+        return
+    axes.plot(steps, values, color=colour, linewidth=0.7, alpha=0.35)
+    means = [sum(values[i - window : i]) / window for i in range(window, len(values) + 1)]
+    axes.plot(steps[window - 1 :], means, color=colour, linewidth=1.8, label=f"{label} (mean of {window})")
+
+
+def _cell(x: int, y: int, strength: float) -> Patch:
+    """A cell that fades into the page, light or dark, as its value falls."""
+    from matplotlib.patches import FancyBboxPatch
+
+    shape = "round,pad=0,rounding_size=0.07"
+    return FancyBboxPatch(
+        (x + 0.04, y + 0.06), 0.92, 0.88, boxstyle=shape, color=CELL, alpha=strength, linewidth=0
+    )
+
+
+def _figure(height: float, panels: int = 1, beside: bool = True) -> tuple[Figure, list[Axes]]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH, height), layout="constrained", facecolor="none")
+    grid = figure.subplots(*((1, panels) if beside else (panels, 1)), squeeze=False)
+    return figure, list(grid.flat)
+
+
+def _svg(figure: Figure, prefix: str) -> str:
+    """The drawing as an element that can stand in a page beside others: ids of its own, no namespaces."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)
+    text = text.replace("xlink:href=", "href=").replace(NEUTRAL, "currentColor")
+    text = re.sub(r'\bid="', f'id="{prefix}-', text)
+    text = text.replace('href="#', f'href="#{prefix}-').replace("url(#", f"url(#{prefix}-")
+    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
+    return re.sub(r'(<svg[^>]*?) width="[^"]*"', r'\1 width="100%"', text, count=1)

@@ -1,0 +1,98 @@
+"""`report.json` as one page that loads nothing: styles, figures and a few lines of script are inside it.
+
+The template lies beside this file. Every value is escaped by the template engine; only the figures, which are
+ours, are not.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+
+TEMPLATE = Path(__file__).with_name("report.html.jinja")
+KEY_NUMBERS = 8  # of a stage's record shown in the table; the whole record is folded beneath it
+
+
+def render(report: dict, serve_commands: dict[str, str], drawings: dict[str, str | None]) -> str:
+    """The page of a report. `drawings` are inline `<svg>` elements by name, None where nothing was drawn."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"number": number, "compact": compact, "duration": duration, "yes_no": yes_no}
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    failed = [name for name, gate in report["gates"].items() if not gate["passed"]]
+    return template.render(
+        report=report,
+        created=datetime.fromisoformat(report["created"]).strftime("%d %B %Y, %H:%M"),
+        drawings={name: jinja2.utils.markupsafe.Markup(svg) for name, svg in drawings.items() if svg},
+        serve_commands=serve_commands,
+        failed=failed,
+        facts=_facts(report),
+        engines={"in_process": "in process", "vllm": "vLLM"},
+        stages={name: stage | _split(stage["record"]) for name, stage in report["stages"].items()},
+        total_seconds=sum(stage["seconds"] for stage in report["stages"].values()),
+    )
+
+
+def number(value: float | None, digits: int) -> str:
+    """A number with fixed digits; empty where nothing was measured."""
+    return "" if value is None else f"{value:,.{digits}f}"
+
+
+def compact(value: object) -> str:
+    """A value as short as it can be read: 0.9987, 1.3e-06, 12,345, yes."""
+    if isinstance(value, bool):
+        return yes_no(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        if value.is_integer() and abs(value) < 1e6:
+            return f"{value:,.0f}"
+        return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
+    return str(value)
+
+
+def duration(seconds: float) -> str:
+    """'8.2 s', '4 min 10 s', '1 h 05 min'."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def yes_no(value: bool | None) -> str:
+    return "" if value is None else "yes" if value else "no"
+
+
+def _facts(report: dict) -> list[tuple[str, str]]:
+    """The small cards under the header: label and value, only of what the run recorded."""
+    training = report["training"]
+    final = training.get("final", {})
+    facts = [
+        ("training time", duration(training["seconds"]) if "seconds" in training else None),
+        ("steps", compact(training["steps"]) if "steps" in training else None),
+        ("tokens", compact(training["tokens"]) if "tokens" in training else None),
+        ("final loss", number(final["loss"], 3) if "loss" in final else None),
+        ("held-out loss", number(final["heldout_loss"], 3) if "heldout_loss" in final else None),
+        ("default K", compact(report["export"].get("default_k", None))),
+        ("largest K", compact(report["export"].get("max_k", None))),
+    ]
+    return [(label, value) for label, value in facts if value not in (None, "None")]
+
+
+def _split(record: dict) -> dict:
+    """A record's plain numbers and short words for the table, and the whole of it as text for the fold."""
+    short = {
+        key.replace("_", " "): compact(value)
+        for key, value in record.items()
+        if isinstance(value, int | float) or (isinstance(value, str) and len(value) <= 40)
+    }
+    return {
+        "numbers": dict(list(short.items())[:KEY_NUMBERS]),
+        "whole": json.dumps(record, indent=1, ensure_ascii=False),
+    }

@@ -1,0 +1,260 @@
+"""The last stage: what every stage of a run recorded, as `report.json`, one page and console tables.
+
+It computes nothing new. Rows come from the evaluation, gates and key numbers from the stages' records, curves
+from the training log. What a run did not write is left out of the report; only the rows are indispensable.
+Acceptance by position is cumulative, as vLLM counts it: position i counts when 1 to i were all accepted.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from datetime import datetime
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import ClassVar
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from trainer.errors import UserError
+from trainer.evaluate import figures, finished_stages, html
+from trainer.pipeline import Stage
+
+TABLE = {"box": box.SIMPLE_HEAD, "title_justify": "left", "title_style": "bold"}
+EXTRA = ("matplotlib", "jinja2")
+CURVES = ("loss", "lr", "grad_norm", "estimate", "heldout_loss", "heldout_estimate", "accepted_length")
+
+
+@dataclass(frozen=True)
+class Report(Stage):
+    """Writes `report.json` and `report.html` into its folder.
+
+    `recipe` is the name shown; `serve_with` picks the server whose command `report.json` quotes; the
+    tolerances say when a row contradicts itself, which becomes a warning, never a silent repair.
+    """
+
+    after: ClassVar[tuple[str, ...]] = (
+        "prompts",
+        "responses",
+        "hidden_states",
+        "train",
+        "export",
+        "evaluate",
+    )
+    version: ClassVar[int] = 1
+
+    recipe: str | None
+    serve_with: str
+    identity_tolerance: float
+    rise_tolerance: float
+
+    def external(self) -> dict:
+        """Nothing outside the settings decides a report; what it needs is missed before the run."""
+        for package in EXTRA:
+            if find_spec(package) is None:
+                raise UserError(
+                    f"The report needs {package}, which is not installed; install the extra with "
+                    "pip install 'speculator-trainer[report]', or leave report out of run=."
+                )
+        return {}
+
+    def run(self, inputs: dict[str, Path], out: Path) -> dict:
+        rows = finished_stages.read_rows(inputs)
+        log, torn = finished_stages.read_log(inputs.get("train"))
+        exported = finished_stages.read_export(inputs.get("export"))
+        commands = exported.get("serve_commands", {})
+        report = _relative(self.assemble(inputs, rows, log, exported), str(inputs["evaluate"].parent.parent))
+        report["serve_command"] = commands.get(self.serve_with)
+        if torn:
+            report["warnings"].append(
+                f"{torn} line(s) of the training log are torn, as a killed run leaves them."
+            )
+        text = json.dumps(report, indent=1, ensure_ascii=False)
+        (out / "report.json").write_text(text + "\n", encoding="utf-8")
+        page = html.render(report, commands, figures.draw(rows, log))
+        (out / "report.html").write_text(page, encoding="utf-8")
+        print_tables(report)
+        first = headline(rows, exported.get("default_k"))
+        passed = sum(gate["passed"] for gate in report["gates"].values())
+        return {
+            "verdict": report["verdict"],
+            "rows": len(rows),
+            "accepted_length": first["mean_accepted_length"],
+            "speedup": first["speedup"],
+            "gates_passed": passed,
+            "gates_failed": len(report["gates"]) - passed,
+            "warnings": len(report["warnings"]),
+        }
+
+    def assemble(self, inputs: dict[str, Path], rows: list[dict], log: list[dict], exported: dict) -> dict:
+        """The content of `report.json`, but for the serve command."""
+        names = [name for name in self.after if name in inputs]
+        finished = {name: finished_stages.read_json(inputs[name] / "stage.json", name) for name in names}
+        return {
+            "format": 1,
+            "created": datetime.now().astimezone().isoformat(timespec="seconds"),
+            "recipe": self.recipe or "unnamed recipe",
+            "target": exported.get("target") or rows[0]["model"],
+            "method": exported.get("method") or rows[0]["method"],
+            "verdict": verdict(rows, exported.get("default_k")),
+            "rows": rows,
+            "gates": merge_gates(finished),
+            "warnings": [text for row in rows for text in self.doubts(row)],
+            "training": summarise_training(log, finished.get("train")),
+            "export": {key: exported[key] for key in ("max_k", "default_k", "formats") if key in exported},
+            "stages": {name: _stage(name, inputs[name], finished[name]) for name in names},
+            "versions": merge_versions(finished),
+        }
+
+    def doubts(self, row: dict) -> list[str]:
+        """What in one row contradicts the definitions, in words; an empty list for a sound row."""
+        where = f"{row['dataset']}, {_engine(row)}, K={row['num_speculative_tokens']}, {figures.users(row)}"
+        rates, length = row["per_position_acceptance"], row["mean_accepted_length"]
+        found = []
+        if rates and abs(1 + sum(rates) - length) > self.identity_tolerance:
+            found.append(
+                f"the mean accepted length is {length:.3f} but 1 + the sum of acceptance by position is "
+                f"{1 + sum(rates):.3f}; they are equal by definition, so one of them was counted differently "
+                "(rates conditional on the position before, or counters of another workload mixed in)"
+            )
+        rise = max((after - before for before, after in pairwise(rates)), default=0.0)
+        if rise > self.rise_tolerance:
+            found.append(
+                f"acceptance rises by {rise:.3f} from one position to the next, which cumulative acceptance "
+                "cannot do; this points at a fault of the verification kernel or at conditional rates"
+            )
+        elif _flat(rates):
+            found.append(
+                f"acceptance stays at {rates[0]:.2f} over all {len(rates)} positions; real drafts lose some "
+                "at every position, so a flat curve points at a fault of the verification kernel"
+            )
+        if rates and not any(rates):
+            found.append(
+                "not one draft token was accepted; likely causes are draft weights that the engine left "
+                "unset, or hidden states taken from other layers than in training"
+            )
+        if row.get("lossless") is False:
+            found.append(
+                "the text with the drafter differs from the text without; below float32 this happens between "
+                "batch shapes without a fault, in float32 with greedy decoding it means wrong verification"
+            )
+        return [f"{where}: {doubt}." for doubt in found]
+
+
+def headline(rows: list[dict], default_k: int | None) -> dict:
+    """The row a reader asks for first: real server, all prompts, the default K, fewest users; or the next."""
+
+    def distance(row: dict) -> tuple:
+        other_k = row["num_speculative_tokens"] != default_k
+        return (row.get("engine") != "vllm", "/" in row["dataset"], other_k, row.get("users") or 1,
+                -(row["speedup"] or row["mean_accepted_length"]))  # fmt: skip
+
+    return min(rows, key=distance)
+
+
+def verdict(rows: list[dict], default_k: int | None) -> str:
+    """'accepted length 1.52 at K=3, 1.21x plain decoding at 1 user, text identical', as far as measured."""
+    row = headline(rows, default_k)
+    parts = [f"accepted length {row['mean_accepted_length']:.2f} at K={row['num_speculative_tokens']}"]
+    if row["speedup"] is not None:
+        parts.append(f"{row['speedup']:.2f}x plain decoding at {figures.users(row)}")
+    if row.get("lossless") is not None:
+        parts.append("text identical" if row["lossless"] else "text differs")
+    return ", ".join(parts)
+
+
+def merge_gates(finished: dict[str, dict]) -> dict[str, dict]:
+    """The gates of all stages under 'stage/gate', in the order of the stages."""
+    return {
+        f"{stage}/{name}": gate
+        for stage, content in finished.items()
+        for name, gate in content["record"].get("gates", {}).items()
+    }
+
+
+def merge_versions(finished: dict[str, dict]) -> dict[str, str]:
+    """Every package once; where stages ran under different versions, all of them in order of appearance."""
+    seen: dict[str, list[str]] = {}
+    for content in finished.values():
+        for package, version in content.get("versions", {}).items():
+            if str(version) not in seen.setdefault(package, []):
+                seen[package].append(str(version))
+    return {package: ", ".join(versions) for package, versions in seen.items()}
+
+
+def summarise_training(log: list[dict], finished: dict | None) -> dict:
+    """Last known value of every curve, the steps and tokens done and their seconds; {} without training."""
+    if finished is None:
+        return {}
+    summary = {"seconds": finished["record"].get("seconds", finished["seconds"])}
+    if log:
+        summary["steps"] = log[-1]["step"]
+        summary["final"] = {
+            key: values[-1] for key in CURVES if (values := [e[key] for e in log if key in e])
+        }
+    tokens = finished["record"].get("tokens", log[-1].get("tokens") if log else None)
+    return summary if tokens is None else summary | {"tokens": tokens}
+
+
+def print_tables(report: dict) -> None:
+    """The rows and the gates, compactly, for whoever watched the run; a log file gets wide lines."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
+    table = Table(title=f"{report['recipe']}: {report['verdict']}", **TABLE)
+    for title in ("data", "engine", "by position"):
+        table.add_column(title)
+    for title in ("K", "users", "accepted length", "plain tok/s", "tok/s", "speedup", "identical"):
+        table.add_column(title, justify="right")
+    for row in report["rows"]:
+        table.add_row(
+            row["dataset"],
+            _engine(row),
+            " ".join(f"{rate:.2f}" for rate in row["per_position_acceptance"]),
+            str(row["num_speculative_tokens"]),
+            str(row.get("users") or ""),
+            html.number(row["mean_accepted_length"], 2),
+            html.number(row["baseline_tok_s"], 1),
+            html.number(row["tok_s"], 1),
+            html.number(row["speedup"], 2),
+            html.yes_no(row.get("lossless")),
+        )
+    console.print(table)
+    if report["gates"]:
+        gates = Table("gate", "value", "bound", "result", title="gates", **TABLE)
+        for name, gate in report["gates"].items():
+            result = "[green]passed[/]" if gate["passed"] else f"[red]failed[/]: {escape(gate['cause'])}"
+            bound = f"{gate['comparison']} {html.compact(gate['bound'])}"
+            gates.add_row(name, html.compact(gate["value"]), bound, result)
+        console.print(gates)
+    for warning in report["warnings"]:
+        console.print(f"[yellow]warning[/] {escape(warning)}", highlight=False, soft_wrap=True)
+
+
+def _stage(name: str, folder: Path, content: dict) -> dict:
+    record = {key: value for key, value in content["record"].items() if key != "gates"}
+    head = {"seconds": content["seconds"], "fingerprint": content["fingerprint"]}
+    head["resumed"] = content.get("resumed", False)  # then the seconds are those of the last call alone
+    return head | {"folder": f"{name}/{folder.name}", "record": record}
+
+
+def _relative(value: object, root: str) -> object:
+    """The same value with every path inside the run root made relative to it, so that a report can travel."""
+    if isinstance(value, dict):
+        return {key: _relative(item, root) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_relative(item, root) for item in value]
+    return value.replace(f"{root}/", "") if isinstance(value, str) else value
+
+
+def _flat(rates: list[float]) -> bool:
+    """Whether next to nothing is lost after position 1, by a drafter that does miss at position 1."""
+    return len(rates) >= 3 and 0 < rates[0] < 0.9 and rates[-1] > 0.98 * rates[0]
+
+
+def _engine(row: dict) -> str:
+    return figures.ENGINES.get(row.get("engine", ""), row.get("engine", ""))

@@ -1,0 +1,143 @@
+"""Progress of a stage: rate, time left and the numbers that matter, as a bar on a terminal, as lines in a log.
+
+The rate is that of the last minute, so that a slow start (a server loading, a first compile) does not spoil
+the estimate. What was done before a resumed stage started counts as done, not as speed. Everything goes to
+standard output; errors alone go to standard error.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from types import TracebackType
+from typing import Any
+
+WINDOW_SECONDS = 60.0
+
+
+class Progress:
+    """`with Progress("responses", total=N, unit="tokens", start=done) as bar: bar.advance(n, loss=2.1)`.
+
+    `advance` may be called from several threads. A total of 0 prints nothing. On a terminal the bar is redrawn
+    in place; elsewhere a line appears every `interval` seconds, and a last one at the end.
+    """
+
+    def __init__(self, name: str, total: int, unit: str = "steps", start: int = 0,
+                 interval: float = 10.0) -> None:
+        self.name, self.total, self.unit, self.interval = name, total, unit, interval
+        self.done = start
+        self.numbers: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> Progress:
+        self._started = self._printed = time.monotonic()
+        self._first = self.done
+        self._samples: deque[tuple[float, int]] = deque([(self._started, self.done)])
+        if self.total and sys.stdout.isatty():
+            self._open_bar()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._redraw()
+            self._bar.stop()
+        elif self.total:
+            print(f"{self.name}: {self.line()}" + (" (stopped)" if kind else ""), flush=True)
+
+    def advance(self, amount: int = 1, **numbers: Any) -> None:
+        """Counts `amount` more of the unit as done and shows the given numbers until they are given again."""
+        with self._lock:
+            now = time.monotonic()
+            self.done += amount
+            self.numbers.update(numbers)
+            self._remember(now)
+            if not self.total:
+                return
+            if self._bar is not None:
+                self._redraw()
+            elif now - self._printed >= self.interval:
+                self._printed = now
+                print(f"{self.name}: {self.line()}", flush=True)
+
+    def rate(self) -> float:
+        """Units a second over the last minute; 0.0 while nothing was done."""
+        (then, before), (now, after) = self._samples[0], self._samples[-1]
+        return (after - before) / (now - then) if now > then else 0.0
+
+    def line(self) -> str:
+        share = f"{100 * self.done / self.total:.0f}%" if self.total else ""
+        elapsed = f"elapsed {clock(time.monotonic() - self._started)}"
+        return "  ".join(part for part in (f"{self.done:,}/{self.total:,} {self.unit}", share, elapsed,
+                                           self._speed()) if part)
+
+    def _speed(self) -> str:
+        rate = self._overall() if self.done >= self.total else self.rate()
+        parts = [f"{compact(rate)} {self.unit}/s"] if rate > 0 else []
+        if rate > 0 and self.done < self.total:
+            parts.append(f"eta {clock((self.total - self.done) / rate)}")
+        return "  ".join(parts + [f"{name} {compact(value)}" for name, value in self.numbers.items()])
+
+    def _overall(self) -> float:
+        seconds = self._samples[-1][0] - self._started
+        return (self.done - self._first) / seconds if seconds > 0 else 0.0
+
+    def _remember(self, now: float) -> None:
+        """Keeps about one sample a second of the last minute, the newest always."""
+        samples = self._samples
+        if len(samples) > 1 and now - samples[-2][0] < 1.0:
+            samples.pop()
+        samples.append((now, self.done))
+        while len(samples) > 2 and now - samples[1][0] > WINDOW_SECONDS:
+            samples.popleft()
+
+    def _open_bar(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as RichProgress
+
+        self._bar = RichProgress(
+            TextColumn("{task.description}"), BarColumn(bar_width=24),
+            TextColumn("{task.completed:,.0f}/{task.total:,.0f} {task.fields[unit]}"),
+            TextColumn("{task.percentage:.0f}%"), TimeElapsedColumn(),
+            TextColumn("{task.fields[speed]}", markup=False),
+            console=Console(file=sys.stdout), refresh_per_second=4)
+        self._task = self._bar.add_task(self.name, total=self.total, completed=self.done, unit=self.unit,
+                                        speed="")
+        self._bar.start()
+
+    def _redraw(self) -> None:
+        self._bar.update(self._task, completed=self.done, speed=self._speed())
+
+
+def compact(value: Any) -> str:
+    """A number in few characters: 12,345 · 1.2M · 3.14 · 0.0031 · 3.1e-05; anything else as text."""
+    if isinstance(value, bool) or not hasattr(value, "__float__"):
+        return str(value)
+    number = float(value)
+    if number != number or number in (float("inf"), float("-inf")):
+        return str(number)
+    size = abs(number)
+    if size >= 1e6:
+        step, letter = (1e9, "B") if size >= 9.995e8 else (1e6, "M")
+        return f"{number / step:.3g}{letter}" if size < 9.995e11 else f"{number:.2e}"
+    if isinstance(value, int) or size >= 999.5:
+        return f"{number:,.0f}"
+    if size >= 0.001 or size == 0:
+        return f"{number:.3g}"
+    return f"{number:.1e}"
+
+
+def clock(seconds: float) -> str:
+    """Seconds as 0:07, 12:34, 3:04:05 or 2d 03:04:05."""
+    whole = int(seconds + 0.5)
+    days, rest = divmod(whole, 86400)
+    hours, rest = divmod(rest, 3600)
+    minutes, left = divmod(rest, 60)
+    if days:
+        return f"{days}d {hours:02d}:{minutes:02d}:{left:02d}"
+    return f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"

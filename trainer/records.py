@@ -1,0 +1,113 @@
+"""Frozen records that cross the seams between rooms. Nothing here computes anything heavy.
+
+Layer ids follow one convention everywhere: id L is the target's residual stream after L decoder layers, before
+the final norm; 0 is the embedding output and N (the number of layers) is the state that the final norm reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One conversation to be answered: optional system text and the user's turns, in order."""
+
+    id: str
+    turns: tuple[str, ...]
+    system: str | None = None
+    category: str = "chat"
+    language: str = "en"
+    answers: tuple[str, ...] = ()  # given answers, one a turn, for data that brings its own
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the target answers. `temperature` 0 is greedy; the seed of a request is derived from `seed` and its id."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What an engine answered to one list of prompt ids. `finish_reason` is "stop" or "length"."""
+
+    tokens: tuple[int, ...]
+    finish_reason: str
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One row of training data: the ids that the server saw and produced.
+
+    `loss_mask[i]` is True when token i was sampled by the target (the end-of-turn token included).
+    """
+
+    id: str
+    tokens: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+    category: str = "chat"
+    finish_reason: str = "stop"
+
+    @property
+    def supervised(self) -> int:
+        return sum(self.loss_mask)
+
+
+@dataclass(frozen=True)
+class HiddenStates:
+    """Hidden states of one sample. `taps` [tokens, layers * hidden] in ascending layer order, `last` [tokens, hidden]
+    is the stream before the final norm; both in the dtype in which they were stored."""
+
+    taps: Tensor
+    last: Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Several samples packed into one row of `T` tokens, no padding between them.
+
+    tokens [T] int64, loss_mask [T] bool, document [T] int64 (0, 1, ...; -1 is padding at the end), position [T] int64
+    (restarts in every document), taps [T, layers * hidden], last [T, hidden]. `seed` decides every random draw.
+    """
+
+    tokens: Tensor
+    loss_mask: Tensor
+    document: Tensor
+    position: Tensor
+    taps: Tensor
+    last: Tensor
+    seed: int
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A figure kept as a sum and a count, divided once when it is shown."""
+
+    total: Tensor
+    count: Tensor
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one batch gave: the sum of the weighted losses, its denominator, and figures to show."""
+
+    loss_sum: Tensor
+    count: Tensor
+    ratios: dict[str, Ratio] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Where training and in-process engines run: a PyTorch device, the autocast dtype, and the attention kernel."""
+
+    device: str
+    precision: Literal["bfloat16", "float32"]
+    attention: str

@@ -1,0 +1,172 @@
+"""The target: facts that every room needs, and where its files lie.
+
+A `Target` says which folder holds the model that will be served, and the few facts that cannot be read from its
+files (which unused token serves as mask, which layers are tapped, how its chat template is called). Where the folder
+comes from is a node of its own: a local `Folder`, a Hub repository, or one that `target_made` makes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import UserError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+IDENTITY_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer.model",
+                  "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+
+
+class TargetSource(ABC):
+    """Where the target's folder comes from."""
+
+    @abstractmethod
+    def folder(self) -> Path:
+        """The complete local folder; may download or make it the first time."""
+
+
+@dataclass(frozen=True)
+class Folder(TargetSource):
+    path: str
+
+    def folder(self) -> Path:
+        return Path(self.path).expanduser().resolve()
+
+
+@dataclass(frozen=True)
+class Hub(TargetSource):
+    """A Hub repository at a fixed revision (a commit, so that a run can be repeated)."""
+
+    repo: str
+    revision: str
+
+    def folder(self) -> Path:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+        try:
+            return Path(snapshot_download(self.repo, revision=self.revision,
+                                          allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
+        except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+            raise UserError(f"target {self.repo}@{self.revision} could not be fetched from the Hub "
+                            f"({type(error).__name__}); check the name, the network and HF_TOKEN, or point "
+                            f"target.source at a local folder") from error
+
+
+@dataclass(frozen=True)
+class Target:
+    """`mask_token` is a token of the target's own vocabulary that it never emits (text or id); `tap_layers` are in
+    the convention of `records`; `template` goes to the chat template as keyword arguments."""
+
+    name: str
+    source: TargetSource
+    mask_token: str | int
+    tap_layers: tuple[int, ...] | list[int]
+    template: dict[str, Any]
+    max_length: int
+    trust_remote_code: bool
+
+    @cached_property
+    def folder(self) -> Path:
+        folder = self.source.folder()
+        check_folder(folder)
+        return folder
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The text part of config.json (multimodal targets nest it)."""
+        config = json.loads((self.folder / "config.json").read_text())
+        return config.get("text_config", config)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=self.trust_remote_code)
+
+    @cached_property
+    def identity(self) -> str:
+        """16 hex digits that change with the weights, the configuration, the tokenizer or the template."""
+        return folder_identity(self.folder)
+
+    @property
+    def template_hash(self) -> str:
+        text = (self.tokenizer.chat_template or "") + json.dumps(self.template, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @cached_property
+    def mask_token_id(self) -> int:
+        """The id of `mask_token`, which must be an existing row that is neither special in use nor emitted."""
+        rows, token = self.config["vocab_size"], self.mask_token
+        found = token if isinstance(token, int) else self.tokenizer.get_vocab().get(token)
+        if found is None or not 0 <= found < rows:
+            raise UserError(f"target.mask_token {token!r} is not one of the {rows} rows of {self.name}'s embedding; "
+                            f"choose an unused token, for example one of {self.unused_tokens()}")
+        reserved = {self.tokenizer.eos_token_id, self.tokenizer.bos_token_id, *self.end_ids}
+        if found in reserved:
+            raise UserError(f"target.mask_token {token!r} (id {found}) begins or ends {self.name}'s texts, so it has a "
+                            f"meaning; choose an unused token, for example one of {self.unused_tokens()}")
+        return found
+
+    @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """Ids at which generation stops: those of generation_config.json, config.json and the tokenizer."""
+        found: list[int] = []
+        path = self.folder / "generation_config.json"
+        for source in ([json.loads(path.read_text())] if path.is_file() else []) + [self.config]:
+            ids = source.get("eos_token_id")
+            found += ids if isinstance(ids, list) else [ids] if ids is not None else []
+        if self.tokenizer.eos_token_id is not None:
+            found.append(self.tokenizer.eos_token_id)
+        return tuple(dict.fromkeys(found))
+
+    def unused_tokens(self) -> list[str]:
+        added = self.tokenizer.get_added_vocab()
+        reserved = {self.tokenizer.eos_token_id, self.tokenizer.bos_token_id, *self.end_ids}
+        return [token for token, number in sorted(added.items(), key=lambda item: item[1])
+                if number not in reserved][-4:]
+
+
+def check_folder(folder: Path) -> None:
+    """Raises one sentence for each way in which a target folder can be unusable."""
+    if not (folder / "config.json").is_file():
+        raise UserError(f"target folder {folder} has no config.json; give the folder of a complete Hugging Face model")
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise UserError(f"target folder {folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}); "
+                        f"copy the tokenizer files of the model into it")
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        named = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        missing = [name for name in named if not (folder / name).is_file()]
+        if missing:
+            raise UserError(f"target folder {folder} lacks {len(missing)} of the {len(named)} shards that its index "
+                            f"names ({', '.join(missing[:3])}); fetch them again")
+    elif not any(folder.glob("*.safetensors")):
+        raise UserError(f"target folder {folder} has no safetensors weights; only safetensors is read, so convert "
+                        f"the model with its save_pretrained(safe_serialization=True)")
+
+
+def folder_identity(folder: Path) -> str:
+    """Hash of the small files' bytes, and of every weight file's size, header and 64 spread-out pages.
+
+    Reading all bytes of a large target would take minutes; a retrained tensor changes pages everywhere.
+    """
+    digest = hashlib.sha256()
+    for name in IDENTITY_FILES:
+        path = folder / name
+        if path.is_file():
+            digest.update(name.encode() + b"\0" + path.read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(8 + int.from_bytes(file.read(8), "little")))
+            for index in range(64):
+                file.seek(size * index // 64)
+                digest.update(file.read(4096))
+    return digest.hexdigest()[:16]

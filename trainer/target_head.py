@@ -1,0 +1,114 @@
+"""The target's frozen embedding, final norm and head, read from its safetensors alone.
+
+Nothing else of the target is loaded: a trainer needs these three matrices and never the layers between them. Names
+are resolved through the index (or the only file) by their endings, so that prefixes of multimodal targets and tied
+embeddings need no table of families.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer.errors import UserError
+
+
+@dataclass(frozen=True)
+class TargetHead:
+    """embedding [V, H], norm [H], head [V, H], all in the dtype of the file.
+
+    `norm_offset` is 1.0 for families whose norm multiplies by (1 + w), else 0.0; `logit_scale` and `softcap` follow
+    the target's config.
+    """
+
+    embedding: Tensor
+    norm: Tensor
+    head: Tensor
+    eps: float
+    norm_offset: float
+    logit_scale: float
+    softcap: float | None
+
+    def normed(self, last: Tensor) -> Tensor:
+        """Final norm of `last` [..., H] (the stream before the norm), computed in float32, returned in `last`'s dtype."""
+        wide = last.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        weight = self.norm.to(last.device)
+        if self.norm_offset:
+            return (wide * (self.norm_offset + weight.float())).to(last.dtype)
+        return weight.to(last.dtype) * wide.to(last.dtype)
+
+    def logits(self, last: Tensor, rows: Tensor | None = None) -> Tensor:
+        """float32 logits [..., V] of the target, or only the given vocabulary `rows`."""
+        head = self.head if rows is None else self.head[rows.to(self.head.device)]
+        logits = F.linear(self.normed(last), head.to(last.device, last.dtype)).float() * self.logit_scale
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+    @property
+    def hidden_size(self) -> int:
+        return self.embedding.shape[1]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.embedding.shape[0]
+
+
+OFFSET_NORMS = ("gemma", "qwen3_next", "qwen3_5")  # model types whose RMSNorm multiplies by (1 + weight)
+
+
+def load_target_head(folder: Path, config: dict[str, Any]) -> TargetHead:
+    """`config` is the (text) config of the target in `folder`."""
+    names = tensor_names(folder)
+    embedding = _ending(names, "embed_tokens.weight", folder)
+    norm = _ending(names, "model.norm.weight", folder, alternatives=("language_model.norm.weight",))
+    heads = [name for name in names if name == "lm_head.weight" or name.endswith(".lm_head.weight")]
+    head = heads[0] if heads else embedding
+    tensors = read_tensors(folder, {embedding, norm, head})
+    kind = str(config.get("model_type", ""))
+    offset = 1.0 if kind.startswith(OFFSET_NORMS) and not kind.startswith("gemma4") else 0.0
+    return TargetHead(tensors[embedding], tensors[norm], tensors[head], float(config["rms_norm_eps"]), offset,
+                      1.0 / float(config.get("logits_scaling", 1.0)), config.get("final_logit_softcapping"))
+
+
+def tensor_names(folder: Path) -> dict[str, Path]:
+    """Every tensor of a checkpoint folder and the file that holds it."""
+    from safetensors import safe_open
+
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found.update(dict.fromkeys(file.keys(), path))
+    return found
+
+
+def read_tensors(folder: Path, wanted: Iterable[str]) -> dict[str, Tensor]:
+    """The wanted tensors, read from their shards alone."""
+    from safetensors import safe_open
+
+    names = tensor_names(folder)
+    tensors = {}
+    for name in wanted:
+        if name not in names:
+            raise UserError(f"target folder {folder} has no tensor {name}; its checkpoint is of another layout")
+        with safe_open(names[name], framework="pt") as file:
+            tensors[name] = file.get_tensor(name)
+    return tensors
+
+
+def _ending(names: dict[str, Path], ending: str, folder: Path, alternatives: tuple[str, ...] = ()) -> str:
+    for wanted in (ending, *alternatives):
+        found = [name for name in names if name == wanted or name.endswith("." + wanted)]
+        found = [name for name in found if "vision" not in name and "mtp" not in name]
+        if found:
+            return min(found, key=len)
+    raise UserError(f"target folder {folder} has no tensor ending in {ending}; its checkpoint is of another layout")

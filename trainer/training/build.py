@@ -1,0 +1,66 @@
+"""From settings and the target's files to a drafter: used by training, export and evaluation alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from trainer.architectures.base import DraftContext, Drafter
+from trainer.errors import UserError
+from trainer.records import Sample
+from trainer.target import Target
+from trainer.target_head import load_target_head, read_tensors, tensor_names
+from trainer.training.checkpoint import load_weights
+
+MakeDrafter = partial  # partial[Drafter]: the drafter's YAML node, waiting for its context
+
+
+def build_drafter(make: MakeDrafter, target: Target, token_counts: Tensor) -> Drafter:
+    """A fresh drafter; the same arguments give the same bits."""
+    wanted = make.func.initial_layers(**make.keywords)
+    head = load_target_head(target.folder, target.config)
+    special = (*target.end_ids, *(number for number in (target.tokenizer.bos_token_id,) if number is not None))
+    context = DraftContext(target.config, head, target.mask_token_id, token_counts, tuple(dict.fromkeys(special)),
+                           {index: _layer(target, index) for index in wanted})
+    try:
+        return make(context=context)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def load_trained(make: MakeDrafter, target: Target, folder: Path) -> Drafter:
+    """The drafter that the finished train stage in `folder` left, in float32, for use (not training)."""
+    counts = load_file(folder / "token_counts.safetensors")["token_counts"]
+    drafter = build_drafter(make, target, counts)
+    load_weights(drafter, load_file(folder / "weights.safetensors"), folder)
+    return drafter.eval().requires_grad_(False)
+
+
+def save_counts(folder: Path, counts: Tensor) -> None:
+    save_file({"token_counts": counts}, folder / "token_counts.safetensors")
+
+
+def count_tokens(samples: Sequence[Sample], vocab_size: int) -> Tensor:
+    """How often each token is supervised, [V] int64."""
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for sample in samples:
+        tokens = torch.tensor(sample.tokens)[torch.tensor(sample.loss_mask)]
+        counts += torch.bincount(tokens, minlength=vocab_size)
+    return counts
+
+
+def _layer(target: Target, index: int) -> dict[str, Tensor]:
+    """Tensors of the target's 0-based decoder layer `index`, names relative to the layer."""
+    count = target.config["num_hidden_layers"]
+    if not -count <= index < count:
+        raise UserError(f"drafter.start_layers names layer {index}, but {target.name} has {count} layers")
+    part = f"layers.{index % count}."
+    names = {name.split(part, 1)[1]: name for name in tensor_names(target.folder)
+             if f".{part}" in name and "vision" not in name and "mtp" not in name}
+    tensors = read_tensors(target.folder, names.values())
+    return {short: tensors[name] for short, name in names.items()}

@@ -1,0 +1,88 @@
+"""The loop. It knows no drafter: it asks for sums and counts, and divides once by the global count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from trainer.architectures.base import Drafter
+from trainer.errors import UserError
+from trainer.records import Batch, Step
+from trainer.training.schedule import warmup_cosine
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How a run goes: `steps` optimizer steps of `accumulate` rows, warm-up share, final share of the rate, clipping."""
+
+    steps: int
+    accumulate: int
+    warmup: float
+    floor: float
+    clip: float
+    precision: str
+
+
+@dataclass(frozen=True)
+class Taken:
+    """One optimizer step: its number (1-based), the numbers of its rows, and the norm of the whole gradient."""
+
+    step: int
+    totals: dict[str, tuple[float, float]]
+    tokens: int
+    grad_norm: float
+    lr: float
+
+
+def fit(drafter: Drafter, optimizer: torch.optim.Optimizer, row: Callable[[int], Batch], pace: Pace,
+        start: int) -> Iterator[Taken]:
+    """Takes the steps after `start`, yielding after each one; the caller saves, logs and evaluates between them."""
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    parameters = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
+    for step in range(start, pace.steps):
+        factor = warmup_cosine(step, pace.steps, pace.warmup, pace.floor)
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["lr"] = peak * factor
+        totals: dict[str, tuple[float, float]] = {}
+        tokens = 0
+        for part in range(pace.accumulate):
+            batch = row(step * pace.accumulate + part)
+            result = forward(drafter, batch, pace.precision)
+            result.loss_sum.backward()
+            tokens += batch.tokens.numel()
+            add(totals, result)
+        loss, count = totals["loss"]
+        if not torch.isfinite(torch.tensor(loss)):
+            raise UserError(f"the loss is not finite at step {step + 1}; lower optimizer.lr, or look at the rows of this "
+                            f"step (seed and step name them); the last checkpoint is kept")
+        for parameter in parameters:
+            if parameter.grad is not None and count:
+                parameter.grad.div_(count)
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters, pace.clip))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        yield Taken(step + 1, totals, tokens, norm, peaks[0] * factor)
+    for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+        group["lr"] = peak
+
+
+def forward(drafter: Drafter, batch: Batch, precision: str) -> Step:
+    """`precision` names the autocast dtype; float32 turns autocast off."""
+    kind = batch.taps.device.type
+    with torch.autocast(kind, dtype=torch.bfloat16, enabled=precision == "bfloat16"):
+        return drafter.loss(batch)
+
+
+def add(totals: dict[str, tuple[float, float]], step: Step) -> None:
+    """Adds the sums and counts of one row to `totals`."""
+    figures = {"loss": (step.loss_sum, step.count)}
+    figures |= {name: (ratio.total, ratio.count) for name, ratio in step.ratios.items()}
+    for name, (total, count) in figures.items():
+        before = totals.get(name, (0.0, 0.0))
+        totals[name] = (before[0] + float(total.detach()), before[1] + float(count.detach()))
+
+
+def means(totals: dict[str, tuple[float, float]]) -> dict[str, float]:
+    return {name: total / count for name, (total, count) in totals.items() if count}

@@ -1,0 +1,165 @@
+"""Stage `train`: samples and their hidden states -> `weights.safetensors`, going on from the newest checkpoint."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors.torch import save_file
+
+from trainer.architectures.base import Drafter
+from trainer.data.responses import read_samples
+from trainer.errors import UserError
+from trainer.hidden_states.base import HiddenStateSource, Manifest
+from trainer.pipeline import Stage
+from trainer.progress import Progress
+from trainer.records import Sample
+from trainer.target import Target
+from trainer.training import checkpoint
+from trainer.training.build import MakeDrafter, build_drafter, count_tokens, save_counts
+from trainer.training.log import Log
+from trainer.training.loop import Pace, Taken, add, fit, forward, means
+from trainer.training.rows import Rows
+
+
+@dataclass(frozen=True)
+class Train(Stage):
+    """`tokens` is the length of a packed row, `accumulate` rows make a step, `steps` (null: from `epochs`) end the run.
+    `heldout_every` steps the loss and the teacher-forced estimate are taken on the held-out samples."""
+
+    target: Target
+    drafter: MakeDrafter
+    optimizer: Callable[..., torch.optim.Optimizer]
+    source: Callable[..., HiddenStateSource]
+    epochs: int
+    steps: int | None
+    tokens: int
+    accumulate: int
+    warmup: float
+    floor: float
+    clip: float
+    precision: str
+    heldout_every: int
+    seed: int
+    runtime: dict[str, Any]  # device, checkpoint_every, keep_checkpoints, log_every, wandb_project
+
+    after: ClassVar[tuple[str, ...]] = ("responses", "hidden_states")
+    version: ClassVar[int] = 1
+
+    def external(self) -> dict[str, Any]:
+        return {"target": self.target.identity}
+
+    def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
+        samples = _trainable(read_samples(inputs["responses"], "train"))
+        heldout = _trainable(read_samples(inputs["responses"], "heldout"), required=False)
+        counts = count_tokens(samples, self.target.config["vocab_size"])
+        drafter = build_drafter(self.drafter, self.target, counts).to(self.runtime["device"])
+        Manifest.read(inputs["hidden_states"]).require(drafter.tap_layers)
+        source = self.source(folder=inputs["hidden_states"])
+        try:
+            record = self._train(drafter, samples, heldout, source, out)
+        finally:
+            source.close()
+        save_counts(out, counts)
+        save_file(checkpoint.trained(drafter), out / "weights.safetensors")
+        return {**record, **_describe(drafter, counts, samples)}
+
+    def _train(self, drafter: Drafter, samples: list[Sample], heldout: list[Sample], source: HiddenStateSource,
+               out: Path) -> dict[str, Any]:
+        rows = Rows(samples, source, self.tokens, self.seed, self.runtime["device"])
+        steps = self.steps or rows.count(self.epochs) // self.accumulate
+        if not steps:
+            raise UserError(f"train.epochs={self.epochs} gives {rows.count(self.epochs)} packed rows, fewer than "
+                            f"train.accumulate={self.accumulate}; lower accumulate or give more prompts")
+        optimizer = self.optimizer(drafter.parameters())
+        saved = checkpoint.find(out / "checkpoints")
+        position = checkpoint.load(saved[-1], drafter, optimizer) if saved else {"step": 0, "tokens": 0, "seconds": 0.0}
+        if saved:
+            print(f"train: going on after step {position['step']} of {steps}")
+        log = Log(out / "log.jsonl", position["step"], self.runtime["wandb_project"])
+        pace = Pace(steps, self.accumulate, self.warmup, self.floor, self.clip, self.precision)
+        watch = _Watch(position)
+        sums: dict[str, tuple[float, float]] = {}
+        with Progress("train", total=steps, unit="steps", start=position["step"]) as bar:
+            for taken in fit(drafter, optimizer, rows.row, pace, position["step"]):
+                watch.tokens += taken.tokens
+                _merge(sums, taken.totals)
+                bar.advance(1, loss=_share(taken, "loss"), accepted=_share(taken, "accepted_length"), lr=taken.lr,
+                            **{"tokens/s": watch.rate})
+                last = taken.step == steps
+                if last or taken.step % self.heldout_every == 0 or taken.step % self.runtime["log_every"] == 0:
+                    due = last or taken.step % self.heldout_every == 0
+                    log.write(_line(taken, means(sums), watch) | (self._heldout(drafter, heldout, source) if due else {}))
+                    sums = {}
+                if last or taken.step % self.runtime["checkpoint_every"] == 0:
+                    checkpoint.save(out / "checkpoints", taken.step, drafter, optimizer,
+                                    {"tokens": watch.tokens, "seconds": watch.seconds},
+                                    self.runtime["keep_checkpoints"])
+        log.close()
+        final = json.loads((out / "log.jsonl").read_text().splitlines()[-1])
+        return {"steps": steps, "tokens": watch.tokens, "train_seconds": round(watch.seconds, 1), "final": final}
+
+    @torch.no_grad()
+    def _heldout(self, drafter: Drafter, samples: list[Sample], source: HiddenStateSource) -> dict[str, float]:
+        """Loss and teacher-forced accepted length on the held-out samples, at anchors that never change."""
+        if not samples:
+            return {}
+        rows = Rows(samples, source, self.tokens, seed=0, device=self.runtime["device"])
+        totals: dict[str, tuple[float, float]] = {}
+        drafter.eval()
+        for number in range(rows.count(1)):
+            add(totals, forward(drafter, rows.row(number), self.precision))
+        drafter.train()
+        found = means(totals)
+        return {"heldout_loss": found["loss"], "heldout_estimate": found["accepted_length"]}
+
+
+class _Watch:
+    """Seconds and tokens of a run over all its interruptions."""
+
+    def __init__(self, position: dict[str, Any]) -> None:
+        self.before, self.start = position["seconds"], time.perf_counter()
+        self.tokens, self.earlier = position["tokens"], position["tokens"]
+
+    @property
+    def seconds(self) -> float:
+        return self.before + time.perf_counter() - self.start
+
+    @property
+    def rate(self) -> float:
+        return (self.tokens - self.earlier) / (time.perf_counter() - self.start)
+
+
+def _trainable(samples: list[Sample], required: bool = True) -> list[Sample]:
+    """Samples with at least two sampled tokens: a block needs an anchor and something to predict."""
+    kept = [sample for sample in samples if sample.supervised >= 2]
+    if required and not kept:
+        raise UserError(f"none of the {len(samples)} training samples has two supervised tokens, so there is nothing to "
+                        f"learn; look at the answers in the responses stage")
+    return kept
+
+
+def _describe(drafter: Drafter, counts: torch.Tensor, samples: list[Sample]) -> dict[str, Any]:
+    return {"samples": len(samples), "supervised": int(counts.sum()), "max_k": drafter.max_k,
+            "parameters": sum(parameter.numel() for parameter in drafter.parameters())}
+
+
+def _line(taken: Taken, figures: dict[str, float], watch: _Watch) -> dict[str, Any]:
+    return {"step": taken.step, "tokens": watch.tokens, "loss": figures["loss"], "lr": taken.lr,
+            "grad_norm": taken.grad_norm, "estimate": figures["accepted_length"], "seconds": round(watch.seconds, 2)}
+
+
+def _merge(sums: dict[str, tuple[float, float]], totals: dict[str, tuple[float, float]]) -> None:
+    for name, (total, count) in totals.items():
+        before = sums.get(name, (0.0, 0.0))
+        sums[name] = (before[0] + total, before[1] + count)
+
+
+def _share(taken: Taken, name: str) -> float:
+    total, count = taken.totals[name]
+    return total / count if count else 0.0

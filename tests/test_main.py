@@ -9,13 +9,12 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
 
 from trainer.__main__ import main
-from trainer._paths import Choices, find
+from trainer._paths import Choices
 
 PROJECT = Path(__file__).resolve().parents[1]
 STAGES = '''
@@ -188,3 +187,239 @@ def call(toy: Path, *arguments: str, **extra: str) -> subprocess.CompletedProces
 def quick(toy: Path, *arguments: str) -> int:
     """The same inside this process, for the many mistakes."""
     return main(list(arguments), Choices(toy / "conf", toy / "recipes"))
+
+
+def only_line(text: str) -> str:
+    lines = text.splitlines()
+    assert len(lines) == 1, text
+    return lines[0]
+
+
+TYPOS = {
+    "train.lrr=3": "train.lrr (command line): unknown key; nearest: train.lr",
+    "train={lrr: 3}": "train.lrr (command line): unknown key; nearest: train.lr",
+    "trian.lr=3": "trian.lr (command line): unknown key; nearest: train.lr",
+    "lr=3": "lr (command line): unknown key; nearest: train.lr",
+    "+train.lrr=3": "train.lrr (command line): unknown key; nearest: train.lr",
+    "+trian=3": "trian (command line): unknown key; nearest: train",
+    "~train.lr": "train.lr (command line): is missing; toy_stages.Train needs it",
+    "train.lr=fast": "train.lr (command line): must be float, but is 'fast' (str)",
+    "train.steps=1.5": "train.steps (command line): must be int, but is 1.5 (float)",
+    "train.steps=true": "train.steps (command line): must be int, but is true",
+    "train.steps=null": "train.steps (command line): must be int, but is null",
+    "train.drafter.kernel=plain": "train.drafter.kernel (command line): train.drafter is ${drafter}; "
+                                  "set drafter.kernel instead",
+    "drafter.kernel=fsued": "drafter.kernel (command line): must be one of plain, fused, but is 'fsued' (str)",
+    "hardware.devise=x": "hardware.devise (command line): unknown key; nearest: hardware.device",
+    "prompts.sampling.temprature=1": "prompts.sampling.temprature (command line): unknown key; nearest: "
+                                     "prompts.sampling.temperature",
+    "prompts.mixture.code=1": "prompts.mixture.code (command line): unknown key; prompts.mixture takes chat, math",
+    "run=[trian]": "run (command line): there is no stage 'trian'; nearest: train; stages: prompts, train, report",
+    "run=train": "run (command line): must be list[str], but is 'train' (str); a list is written [train]",
+    "seed=x": "seed (command line): must be int, but is 'x' (str)",
+    "recipe=frist": "recipe (command line): there is no 'frist'; choices: first, second",
+    "recipe=": "recipe (command line): there is no ''; choices: first, second",
+    "recip=second": "recip (command line): unknown key; nearest: recipe",
+    "prompts=none": "prompts (command line): there is no 'none'; choices: few, many",
+    "train=null": "train (command line): there is no 'null'; choices: default",
+    "train.lr=1,2": "train.lr (command line): one run takes one value; a list is written train.lr=[a,b], and "
+                    "several values to compare need one command each",
+    "hydra.run.dir=x": "hydra.run.dir (command line): Hydra's own settings have no effect here; leave it out",
+    "prompts.source.path=missing": "the folder missing does not exist; set source.path",
+}
+
+
+@pytest.mark.parametrize("argument", TYPOS)
+def test_a_mistake_on_the_command_line_is_one_line(toy: Path, capfd: pytest.CaptureFixture, argument: str) -> None:
+    assert quick(toy, argument) == 2
+    told = capfd.readouterr()
+    assert only_line(told.err) == f"error: {TYPOS[argument]}"
+    assert not told.out
+    assert not Path("runs").exists()
+
+
+RECIPES = {
+    "train: {lrr: 3}": "train.lrr (recipes/bad.yaml): unknown key; nearest: train.lr",
+    "trian: {lr: 3}": "trian (recipes/bad.yaml): unknown key; nearest: train",
+    "train: {lr: fast}": "train.lr (recipes/bad.yaml): must be float, but is 'fast' (str)",
+    "defaults: [first]\ntrain: {stesp: 3}": "train.stesp (recipes/bad.yaml): unknown key; nearest: train.steps",
+    "train: 5": "train (recipes/bad.yaml): must be a node of keys, but is 5 (int)",
+    "drafter: {_partail_: true}": "drafter._partail_ (recipes/bad.yaml): unknown key; nearest: drafter._partial_",
+    "hardware: {devise: cpu}": "hardware.devise (recipes/bad.yaml): unknown key; nearest: hardware.device",
+    "prompts: {runtime: {thread: 3}}": "prompts.runtime.thread (recipes/bad.yaml): unknown key; nearest: "
+                                       "prompts.runtime.threads",
+    "defaults: [{override /drafte: small}]": "drafte (recipes/bad.yaml): in defaults: unknown key; nearest: drafter",
+    "defaults: [{override /drafter: smal}]": "drafter (recipes/bad.yaml): there is no 'smal'; choices: small",
+    "defaults: [{override drafter: small}]": "drafter (recipes/bad.yaml): in defaults: write it as /drafter",
+    "defaults: [/recipe/frist]": "recipe (recipes/bad.yaml): there is no 'frist'; choices: bad, first, second",
+    "defaults: first": "recipes/bad.yaml must hold 'key: value' lines, and its defaults a list",
+    "train: {lr: '${trian.lr}'}": "train.lr (recipes/bad.yaml): ${trian.lr} leads nowhere: unknown key; nearest: "
+                                  "train.lr",
+    "seed: ${prompts.cuont}": "seed (recipes/bad.yaml): ${prompts.cuont} leads nowhere: unknown key; nearest: "
+                              "prompts.count",
+    "train: {lr: '${oc.env:TOY_UNSET}'}": "train.lr (recipes/bad.yaml): ${oc.env:TOY_UNSET} leads nowhere: "
+                                          "\"Environment variable 'TOY_UNSET' not found\"",
+    "train: {lr: '${train.lr}'}": "train.lr (recipes/bad.yaml): ${train.lr} leads nowhere: "
+                                  "Recursive interpolation detected",
+    "prompts: {sampling: {_target_: toy_stages.Samplin}}": "prompts.sampling._target_ (recipes/bad.yaml): "
+                                                           "toy_stages has no 'Samplin'; nearest: Sampling",
+    "prompts: {sampling: {_target_: toys.Sampling}}": "prompts.sampling._target_ (recipes/bad.yaml): there is no "
+                                                      "module 'toys'; a _target_ is module.Class",
+    "a: [1": "recipes/bad.yaml line 1 cannot be read: expected ',' or ']', but got '<stream end>'",
+    "seed: 1\nseed: 2": "recipes/bad.yaml line 2 cannot be read: found duplicate key seed",
+}
+
+
+@pytest.mark.parametrize("text", RECIPES)
+def test_a_mistake_in_a_recipe_is_one_line_that_names_it(toy: Path, capfd: pytest.CaptureFixture, text: str) -> None:
+    write(toy / "recipes/bad.yaml", text)
+    assert quick(toy, "recipe=bad") == 2
+    told = capfd.readouterr()
+    assert only_line(told.err) == f"error: {RECIPES[text]}"
+    assert not told.out
+
+
+def test_a_mistake_in_a_group_file_names_that_file(toy: Path, capfd: pytest.CaptureFixture) -> None:
+    file = toy / "conf/train/default.yaml"
+    file.write_text(file.read_text().replace("steps: 10", "stpes: 10").replace("lr: 1e-3", "lr: ???"))
+    assert quick(toy, "recipe=null") == 2 and "choices" in capfd.readouterr().err
+    assert quick(toy) == 2
+    assert capfd.readouterr().err.splitlines() == [
+        "error: train.stpes (conf/train/default.yaml): unknown key; nearest: train.steps",
+        "error: train.lr (conf/train/default.yaml): has no value yet and needs one; set it in a recipe or as "
+        "train.lr=..."]
+
+
+def test_all_problems_are_told_at_once(toy: Path, capfd: pytest.CaptureFixture) -> None:
+    write(toy / "recipes/bad.yaml", "train: {lrr: 3}\nprompts: {count: many}\n")
+    assert quick(toy, "recipe=bad", "drafter.block=2", "seed=x") == 2
+    lines = capfd.readouterr().err.splitlines()
+    assert [line.split()[1] for line in lines] == ["drafter.block", "seed", "prompts.count", "train.lrr"]
+
+
+def test_flags_that_do_not_exist(toy: Path, capfd: pytest.CaptureFixture) -> None:
+    for arguments, said in ((["-m"], "--multirun is not supported"), (["--recipe=first"], "no flag --recipe=first"),
+                            (["--cfg", "hydra"], "write --cfg job"), (["seed"], "'seed' cannot be read")):
+        assert quick(toy, *arguments) == 2
+        assert said in only_line(capfd.readouterr().err)
+
+
+def test_a_run_from_any_folder_and_its_reuse(toy: Path) -> None:
+    first = call(toy)
+    assert (first.returncode, first.stderr) == (0, "")
+    assert first.stdout.splitlines()[0] == "recipe first"
+    report = Path(first.stdout.splitlines()[-1])
+    assert report.name == "report.json" and report.exists() and report.parts[:2] == ("runs", "report")
+    assert {path.name for path in Path().iterdir()} == {"runs"}, "Hydra left something behind"
+    again = call(toy, "train.runtime.interval=5")
+    assert again.stdout.count(" reuse ") == 3 and again.stdout.splitlines()[-1] == str(report)
+    changed = call(toy, "train.lr=1e-4", "run=[prompts,train]")
+    assert " reuse " in changed.stdout.splitlines()[1] and " run " in changed.stdout.splitlines()[2]
+    assert changed.stdout.splitlines()[-1].startswith("runs/train/")
+    latest = json.loads(Path("runs/latest.json").read_text())
+    assert Path(latest["train"]) == Path(changed.stdout.splitlines()[-1]).resolve()
+    assert Path(latest["report"]) == report.parent.resolve()
+
+
+def test_a_recipe_builds_on_another_and_the_command_line_beats_it(toy: Path, capfd: pytest.CaptureFixture) -> None:
+    assert quick(toy, "--cfg", "job", "--resolve", "recipe=second", "train.lr=0.5", "hardware=gpu") == 0
+    shown = capfd.readouterr().out
+    for text in ("count: 30", "steps: 20", "lr: 0.5", "device: cuda", "recipe_name: second"):
+        assert text in shown
+    assert "${" not in shown
+
+
+def test_cfg_hides_secrets_and_shows_where_they_come_from(toy: Path) -> None:
+    shown = call(toy, "--cfg", "job", "--resolve", TOY_TOKEN="sesame")
+    assert shown.returncode == 0 and "token: '***'" in shown.stdout and "sesame" not in shown.stdout
+    assert "token: ${oc.env:TOY_TOKEN,none}" in call(toy, "--cfg", "job", TOY_TOKEN="sesame").stdout
+
+
+def test_check_plans_without_running(toy: Path, capfd: pytest.CaptureFixture) -> None:
+    assert quick(toy, "--check") == 0
+    assert capfd.readouterr().out.count(" run ") == 3
+    assert not Path("runs").exists()
+
+
+def test_a_fault_of_ours_is_one_line_and_a_traceback_on_request(toy: Path) -> None:
+    fault = call(toy, "train.fault=bug")
+    assert fault.returncode == 1
+    assert only_line(fault.stderr) == ("internal error: KeyError: 'no such thing'; set HYDRA_FULL_ERROR=1 for the "
+                                       "traceback")
+    full = call(toy, "train.fault=bug", HYDRA_FULL_ERROR="1")
+    assert full.returncode == 1 and "Traceback" in full.stderr and "toy_stages.py" in full.stderr
+
+
+def test_what_a_stage_tells_the_user_is_one_line(toy: Path, capfd: pytest.CaptureFixture) -> None:
+    assert quick(toy, "train.fault=user") == 2
+    assert only_line(capfd.readouterr().err) == "error: the server died | last line of its log"
+
+
+def test_a_full_disk_is_one_sentence_and_loses_nothing(toy: Path, capfd: pytest.CaptureFixture) -> None:
+    assert quick(toy, "train.fault=full") == 2
+    line = only_line(capfd.readouterr().err)
+    assert line.startswith("error: the disk is full: stage 'train'") and "run the same command" in line
+    assert len(list(Path("runs/train").glob("*.partial/calls.txt"))) == 1
+    assert len(list(Path("runs/prompts").glob("*/stage.json"))) == 1
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stopped_run_cleans_up_and_goes_on(toy: Path, number: int, code: int) -> None:
+    arguments = [*command(toy), "train.fault=slow"]
+    with subprocess.Popen(arguments, env=environment(toy), text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE) as process:
+        while "sleeping" not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(number)
+        _, told = process.communicate(timeout=20)
+    assert process.returncode == code
+    assert only_line(told) == "stopped; the same command goes on from here"
+    assert len(list(Path("runs/train").glob("*.partial/cleaned.txt"))) == 1
+    assert not list(Path("runs").rglob("*.lock"))
+    again = call(toy, "train.fault=slow")
+    assert again.returncode == 0 and " continue " in again.stdout and "calls 2" in again.stdout
+
+
+def test_two_runs_of_one_stage_and_a_run_after_kill_9(toy: Path) -> None:
+    arguments = [*command(toy), "train.fault=slow"]
+    with subprocess.Popen(arguments, env=environment(toy), text=True, stdout=subprocess.PIPE) as process:
+        while "sleeping" not in process.stdout.readline():
+            assert process.poll() is None
+        second = call(toy, "train.fault=slow")
+        process.kill()
+    assert second.returncode == 2
+    assert f"stage 'train' is being written by process {process.pid} " in only_line(second.stderr)
+    third = call(toy, "train.fault=slow")
+    assert third.returncode == 0 and " continue " in third.stdout
+
+
+def test_help_is_our_own_and_imports_nothing_heavy(toy: Path) -> None:
+    code = ("import sys; from trainer.__main__ import main; code = main(['--help']); "
+            "heavy = {'torch', 'transformers', 'rich'} & set(sys.modules); sys.exit(f'imported {heavy}' if heavy else code)")
+    told = subprocess.run([sys.executable, "-c", code], env=environment(toy), text=True, capture_output=True)
+    assert (told.returncode, told.stderr) == (0, "")
+    for text in ("usage: python -m trainer", "dflash_smollm2*", "hidden_states", "exit codes", "--cfg job"):
+        assert text in told.stdout
+    assert max(map(len, told.stdout.splitlines())) <= 110
+    listed = call(toy, "--help").stdout
+    assert "few*, many" in listed and "The second: more prompts." in listed and "A handful of prompts." in listed
+
+
+def test_help_into_a_closed_pipe(toy: Path) -> None:
+    line = " ".join(f"'{word}'" if " " not in word and "'" not in word else f'"{word}"' for word in command(toy))
+    told = subprocess.run(["bash", "-c", f"{line} --help | true"], env=environment(toy), text=True,
+                          capture_output=True)
+    assert "Traceback" not in told.stderr and "Exception" not in told.stderr
+
+
+def test_the_layout_of_the_wheel(toy: Path) -> None:
+    """The package alone, with conf/ and recipes/ inside it, composes the real default recipe from any folder."""
+    site = toy / "site"
+    shutil.copytree(PROJECT / "trainer", site / "trainer", ignore=shutil.ignore_patterns("__pycache__", "conf"))
+    shutil.copytree(PROJECT / "conf", site / "trainer/conf")
+    shutil.copytree(PROJECT / "recipes", site / "trainer/conf/recipe")
+    for arguments in (["--help"], ["--cfg", "job"], ["--cfg", "job", "recipe=smoke"], ["recipe=none"]):
+        told = subprocess.run([sys.executable, "-m", "trainer", *arguments], text=True, capture_output=True,
+                              env=environment(toy) | {"PYTHONPATH": str(site)})
+        assert told.returncode == (2 if arguments == ["recipe=none"] else 0), told.stderr
+        assert "smoke" in told.stdout + told.stderr or arguments == ["--cfg", "job"]

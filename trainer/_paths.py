@@ -11,6 +11,7 @@ import difflib
 import fcntl
 import json
 import os
+import re
 import textwrap
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -146,11 +147,23 @@ def at(tree: Any, key: str) -> Any:
     return tree
 
 
-def unknown(key: str, siblings: Collection[str], tree: dict[str, Any]) -> str:
-    """What to say of a key that is not among its `siblings`: the nearest right one, else what there is."""
+def holder(raw: Any, key: str) -> str:
+    """The key that holds the value of `key`: itself, or where its `${...}` leads as far as that exists."""
+    seen = [key]
+    while (link := re.fullmatch(r"\$\{([\w.]+)\}", str(at(raw, key)))) and at(raw, link[1]) is not NOTHING:
+        key = link[1]
+        if key in seen:
+            return key
+        seen.append(key)
+    return key
+
+
+def unknown(key: str, siblings: Collection[str], tree: dict[str, Any], rest: str = "") -> str:
+    """What to say of a key that is not among its `siblings`: the nearest right one, else what there is.
+    `rest` is what was asked for below the key."""
     parent, _, name = key.rpartition(".")
-    near = difflib.get_close_matches(name, siblings, 1, 0.6)
-    found = [f"{parent}.{near[0]}" if parent else near[0]] if near else [
+    near = [f"{parent}.{each}".lstrip(".") for each in difflib.get_close_matches(name, siblings, 1, 0.6)]
+    found = [f"{each}.{rest}" if at(tree, f"{each}.{rest}") is not NOTHING else each for each in near] or [
         path for path in paths(tree) if path.rpartition(".")[2] == name and path != key][:2]
     if found:
         return f"unknown key; nearest: {' or '.join(found)}"
@@ -172,7 +185,7 @@ def nearest(name: str, names: Collection[str]) -> str:
 
 @contextlib.contextmanager
 def locked(folder: Path, who: str) -> Iterator[None]:
-    """Keeps out other processes that ask for the same folder; the lock ends with its process at the latest."""
+    """Keeps out other processes that ask for the same folder; a process that dies gives its lock up."""
     path = folder.with_name(f"{folder.name}.lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

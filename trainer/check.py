@@ -1,7 +1,7 @@
 """Checks a composed configuration against the signatures that it will reach, before anything heavy starts.
 
-Works on plain dicts. A node that is reached through `${...}` is checked where it stands, so one mistake is one
-line. Let through: what a target takes as `**kwargs`, and values whose annotation cannot be evaluated.
+Works on plain dicts. A node that is reached through `${...}` is checked where it stands, so one mistake is
+one line. Let through: what a target takes as `**kwargs`, and values whose annotation cannot be evaluated.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import functools
 import importlib
 import inspect
 import pkgutil
-import re
 import types
 import typing
 from collections.abc import Collection
@@ -19,17 +18,18 @@ from enum import Enum
 from os import PathLike
 from typing import Any, Literal
 
-from trainer._paths import NOTHING, Sources, at, nearest, paths, unknown
+from trainer._paths import NOTHING, Sources, at, holder, nearest, paths, unknown
 from trainer.errors import UserError
 
 SPECIAL = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_")
-TOP: dict[str, Any] = {"run_root": str, "cache_root": str, "seed": int, "run": list[str], "recipe_name": str | None}
+TOP: dict[str, Any] = {"run_root": str, "cache_root": str, "seed": int, "run": list[str],
+                       "recipe_name": str | None}
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """A composed configuration: `raw` still has its `${...}`, `settings` has them filled in. `broken` holds by
-    key what composing found wrong; it is told with the rest and not judged again."""
+    """A composed configuration: `raw` has its `${...}`, `settings` has them filled in. `broken` holds by key
+    what composing found wrong, which is told with the rest and not judged again."""
 
     raw: dict[str, Any]
     settings: dict[str, Any]
@@ -54,20 +54,24 @@ def check(configuration: Configuration, groups: Collection[str], stage: type) ->
 def unknown_arguments(given: dict[str, Any], raw: dict[str, Any], groups: Collection[str]) -> dict[str, str]:
     """By key what is wrong with those that `key=value` cannot set, because there is nothing of that name."""
     problems = {}
-    for key in [path for key, value in given.items() for path in (key, *paths(value, f"{key}."))]:
-        parent = key
+    keys = [path for name, value in given.items() for path in (name, *paths(value, f"{name}."))]
+    for key in [key for key in keys if at(raw, key) is NOTHING]:
+        parent = key.rpartition(".")[0]
+        if key not in given and at(raw, parent) is NOTHING:
+            continue  # what holds it is unknown itself
         while parent and at(raw, parent) is NOTHING:
             parent = parent.rpartition(".")[0]
-        holder, rest = (at(raw, parent), key[len(parent) + 1:]) if parent else (raw, key)
-        if holder == {} or (isinstance(holder, dict) and "_target_" in holder and not nearest(rest, holder)):
-            problems[key] = f"is nothing that {parent} sets; if it can take it, write +{key}=..."
-        elif isinstance(holder, dict) and rest:
-            missing = f"{parent}.{rest.partition('.')[0]}".lstrip(".")
-            problems[key] = unknown(missing, [*map(str, holder), *(() if parent else groups)], raw)
-        elif rest and isinstance(holder, str) and holder.startswith("${"):
-            problems[key] = f"{parent} is {holder}; set {holder[2:-1]}.{rest} instead"
-        elif rest:
-            problems[key] = f"{parent} is the value {holder!r} and has no keys"
+        found, rest = (at(raw, parent), key[len(parent) + 1:]) if parent else (raw, key)
+        name, _, below = rest.partition(".")
+        if isinstance(found, str) and found.startswith("${"):
+            problems[key] = f"{parent} is {found}; set {found[2:-1]}.{rest} instead"
+        elif not isinstance(found, dict):
+            problems[key] = f"{parent} is the value {found!r} and has no keys"
+        elif not found or ("_target_" in found and not nearest(name, found)):
+            problems[key] = f"unknown key; {parent} does not set it, if it can take it write +{key}=..."
+        else:
+            missing = f"{parent}.{name}".lstrip(".")
+            problems[key] = unknown(missing, [*map(str, found), *(() if parent else groups)], raw, below)
     return problems
 
 
@@ -81,10 +85,10 @@ def locate(dotted: str) -> Any:
         except ModuleNotFoundError as error:
             if error.name == name or name.startswith(f"{error.name}."):
                 continue
-            raise UserError(f"{name} needs the package '{error.name}', which is not installed; install it "
+            raise UserError(f"{dotted} needs the package '{error.name}', which is not installed; install it "
                             f"or choose another option") from error
         except ImportError as error:
-            raise UserError(f"{name} cannot be imported: {error}") from error
+            raise UserError(f"{dotted} cannot be imported: {error}") from error
         for part in parts[length:]:
             if not hasattr(found, part):
                 raise UserError(f"{name} has no '{part}'{nearest(part, _members(found))}")
@@ -105,9 +109,11 @@ class _Checker:
 
     def top_level(self, groups: Collection[str]) -> None:
         known = {*TOP, *groups} - {"recipe"}
-        for name in self.settings:
+        for name, value in self.settings.items():
             if name not in known:
                 self.add(name, unknown(name, known, self.settings))
+            elif name in groups and not isinstance(value, dict):
+                self.add(name, f"must be a node of keys, but is {_shown(value, True)}")
         for name, hint in TOP.items():
             if name in self.settings:
                 self.typed(name, self.settings[name], hint)
@@ -115,13 +121,12 @@ class _Checker:
     def stages(self, stage: type) -> None:
         """`run` names stages; a node whose class could not be found may be one and is not judged."""
         names = [name for name, found in self.located.items() if "." not in name
-                 and (found is None or inspect.isclass(found) and issubclass(found, stage))]
-        wanted, known = self.settings.get("run"), ", ".join(names)
-        for name in wanted if isinstance(wanted, list) else ():
-            if name not in names:
-                self.add("run", f"there is no stage '{name}'{nearest(str(name), names)}; stages: {known}")
-        if wanted == []:
-            self.add("run", f"names no stage; stages: {known}")
+                 and (found is None or (inspect.isclass(found) and issubclass(found, stage)))]
+        wanted = self.settings.get("run")
+        for name in (wanted or [""]) if isinstance(wanted, list) else ():
+            if name not in names and name not in self.problems:
+                self.add("run", f"there is no stage '{name}'{nearest(str(name), names)}; stages: "
+                                f"{', '.join(names)}")
 
     def walk(self, key: str, value: Any, raw: Any) -> None:
         if isinstance(raw, str):
@@ -130,10 +135,9 @@ class _Checker:
             return
         if isinstance(value, dict):
             self.node(key, value) if "_target_" in value else self.plain(key, value)
-        items = value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ())
-        for name, child in items:
-            inside = isinstance(raw, dict) and name in raw or isinstance(raw, list)
-            self.walk(f"{key}.{name}", child, raw[name] if inside else NOTHING)
+        if isinstance(value, (dict, list)):
+            for name, child in value.items() if isinstance(value, dict) else enumerate(value):
+                self.walk(f"{key}.{name}", child, raw[name])
 
     def plain(self, key: str, value: dict[str, Any]) -> None:
         """A dict without `_target_` has the keys that its group's file gives it; `{}` there takes any."""
@@ -147,10 +151,12 @@ class _Checker:
             target = locate(str(node["_target_"]))
         except UserError as error:
             self.located[key] = None
-            return self.add(f"{key}._target_", str(error))
+            self.add(f"{key}._target_", str(error))
+            return
         self.located[key] = target
         if not callable(target):
-            return self.add(f"{key}._target_", f"{node['_target_']} is not a class or function")
+            self.add(f"{key}._target_", f"{node['_target_']} is not a class or function")
+            return
         for name in ("_partial_", "_recursive_"):
             self.typed(f"{key}.{name}", node.get(name, False), bool)
         parameters = _parameters(target)
@@ -176,22 +182,19 @@ class _Checker:
 
     def typed(self, key: str, value: Any, hint: Any, recursive: bool = True) -> None:
         """Judges a value where it is read, and blames the key that holds it."""
-        if at(self.raw, key) == "???":
-            return
+        source = holder(self.raw, key)
         text = mismatch(value, hint, recursive)
-        holder = key
-        while text and (link := re.fullmatch(r"\$\{([\w.]+)\}", str(at(self.raw, holder)))):
-            holder = link[1]
-        if text and at(self.raw, holder) != "???":
-            self.add(holder, text + (f" where {key} reads it" if holder != key else ""))
+        if text and at(self.raw, source) != "???":
+            self.add(source, text + (f" where {key} reads it" if source != key else ""))
 
 
 def mismatch(value: Any, hint: Any, recursive: bool = True) -> str | None:
-    """What is wrong with `value` for the annotation `hint`, or None. An int does for a float, a list for any
-    sequence, a string for a path; true and false are no numbers."""
+    """What is wrong with `value` for the annotation `hint`, or None; true and false are no numbers."""
     if _fits(value, hint, recursive):
         return None
-    return f"must be {_name(hint)}, but is {_shown(value, recursive)}"
+    as_list = isinstance(value, str) and _fits([value], hint, recursive)
+    advice = f"; a list is written [{value}]" if as_list else ""
+    return f"must be {_name(hint)}, but is {_shown(value, recursive)}{advice}"
 
 
 def _fits(value: Any, hint: Any, recursive: bool) -> bool:
@@ -230,7 +233,8 @@ def _plain_fits(value: Any, kind: Any, inner: tuple[Any, ...], recursive: bool) 
     if not any(issubclass(sequence, kind) for sequence in (list, tuple, set, frozenset)):
         return False
     if kind is tuple and inner and inner[-1] is not Ellipsis:
-        return len(value) == len(inner) and all(_fits(*pair, recursive) for pair in zip(value, inner, strict=True))
+        return len(value) == len(inner) and all(_fits(each, part, recursive) for each, part
+                                                in zip(value, inner, strict=True))
     return not inner or all(_fits(each, inner[0], recursive) for each in value)
 
 
@@ -246,7 +250,7 @@ def _object_fits(node: dict[str, Any], kind: Any) -> bool:
 
 
 def _parameters(target: Any) -> dict[str, inspect.Parameter] | None:
-    """The parameters with their annotations evaluated; None when the target does not tell, as some built-ins."""
+    """The parameters with their annotations evaluated; None when the target does not tell (built-ins)."""
     try:
         found = dict(inspect.signature(target).parameters)
     except (TypeError, ValueError):
@@ -256,7 +260,8 @@ def _parameters(target: Any) -> dict[str, inspect.Parameter] | None:
     hints: dict[str, Any] = {}
     if is_dataclass(target):
         for owner in reversed(target.__mro__):
-            owned, written = vars(importlib.import_module(owner.__module__)), vars(owner).get("__annotations__", {})
+            owned = vars(importlib.import_module(owner.__module__))
+            written = vars(owner).get("__annotations__", {})
             hints |= {name: _evaluated(hint, owned) for name, hint in written.items()}
     return {name: parameter.replace(annotation=hints.get(name, _evaluated(parameter.annotation, space)))
             for name, parameter in found.items()}

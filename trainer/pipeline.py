@@ -1,8 +1,8 @@
 """Stages, and how a run goes through them: fingerprint, reuse or run in `.partial`, record, rename.
 
-A folder is named by what made it (settings, code version, outside facts, upstream fingerprints): one that exists
-is complete and is reused, a `.partial` one can only be continued by the same settings. Gives up: nothing is ever
-deleted here, old folders stay until their owner removes them. Only this module and `__main__` know Hydra.
+A folder is named by what made it (settings, code version, outside facts, upstream fingerprints): one that
+exists is complete and is reused, a `.partial` one can only be continued by the same settings. Gives up:
+nothing is deleted here, old folders stay until their owner removes them. Only this and `__main__` know Hydra.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Stage(ABC):
 
     @abstractmethod
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
-        """Writes its result into `out`, going on from what lies there, and returns the numbers that matter.
-        `inputs` holds the folder of each stage in `after`; "gates" in the record holds gates as JSON by name."""
+        """Writes its result into `out`, going on from what lies there, and returns the numbers that matter;
+        "gates" among them holds gates as JSON by name. `inputs` holds the folder of each stage in `after`."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,8 @@ def masked(node: Any, name: str = "") -> Any:
     if isinstance(node, dict):
         return {key: masked(value, str(key).lower()) for key, value in node.items()}
     if isinstance(node, list):  # may be command-line arguments: --api-key=VALUE, or --api-key and then VALUE
-        return [masked(value, _flag(before) or name) for before, value in zip(["", *node][:len(node)], node, strict=True)]
+        flags = ["", *map(_flag, node)]
+        return [masked(value, flags[place] or name) for place, value in enumerate(node)]
     if not isinstance(node, str) or node.startswith("${"):
         return node
     flag, given, _ = node.partition("=")
@@ -200,6 +201,8 @@ def _execute(planned: Planned, inputs: dict[str, Path]) -> None:
         if state == "reuse":  # finished by another process since the plan was made
             return
         out.mkdir(exist_ok=True)
+        for stale in out.glob(".stage.json.*"):  # left by a process that was killed while it wrote
+            stale.unlink()
         if not (out / "stage.json").exists():  # written last: where it exists, only the rename is missing
             print(f"{planned.name}: {state}", flush=True)
             began = time.monotonic()
@@ -221,8 +224,8 @@ def _full_disk(stage: str, folder: Path) -> Iterator[None]:
         raise
     except Exception as error:
         if _tells_of_full_disk(error) or _free_bytes(folder) < FULL_BYTES:
-            raise UserError(f"the disk is full: {stage} could not go on writing to {folder}; free some space or "
-                            f"set run_root= to another disk, then run the same command to go on") from error
+            raise UserError(f"the disk is full: {stage} could not go on writing to {folder}; free some space "
+                            f"and run the same command to go on, or set run_root= to another disk") from error
         raise
 
 
@@ -262,7 +265,7 @@ def _deciding(node: Any) -> Any:
 
 def _tells_of_full_disk(error: BaseException | None) -> bool:
     while error is not None:
-        if isinstance(error, OSError) and error.errno in FULL or "No space left on device" in str(error):
+        if getattr(error, "errno", None) in FULL or "No space left on device" in str(error):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -1,4 +1,4 @@
-"""Progress of a stage: rate, time left and the numbers that matter, as a bar on a terminal, as lines in a log.
+"""Progress of a stage: rate, time left and the numbers that matter, as a bar on a terminal or log lines.
 
 The rate is that of the last minute, so that a slow start (a server loading, a first compile) does not spoil
 the estimate. What was done before a resumed stage started counts as done, not as speed. Everything goes to
@@ -20,7 +20,7 @@ WINDOW_SECONDS = 60.0
 class Progress:
     """`with Progress("responses", total=N, unit="tokens", start=done) as bar: bar.advance(n, loss=2.1)`.
 
-    `advance` may be called from several threads. A total of 0 prints nothing. On a terminal the bar is redrawn
+    `advance` may be called from several threads. A total of 0 prints nothing. On a terminal the bar is drawn
     in place; elsewhere a line appears every `interval` seconds, and a last one at the end.
     """
 

@@ -106,8 +106,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Hardware:
-    """Where training and in-process engines run: a PyTorch device, the autocast dtype, and the attention kernel."""
+    """Where training and in-process engines run: a PyTorch device, the autocast dtype, the attention
+    kernel, and whether training is compiled."""
 
     device: str
     precision: Literal["bfloat16", "float32"]
     attention: str
+    compile: bool

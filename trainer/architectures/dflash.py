@@ -85,6 +85,7 @@ class DFlash(Drafter):
 
     def _start_from(self, context: DraftContext, start_layers: Sequence[int]) -> None:
         """Copies target layers, and lets `fc` begin as the newest tapped layer, whose scale the keys expect."""
+        self.norm.weight.data.copy_(context.head.norm.float() + context.head.norm_offset)
         if not start_layers:
             return
         if len(start_layers) != len(self.layers):
@@ -95,7 +96,6 @@ class DFlash(Drafter):
             for name, parameter in layer.named_parameters():
                 if name in tensors and tensors[name].shape == parameter.shape:
                     parameter.data.copy_(tensors[name])
-        self.norm.weight.data.copy_(context.head.norm.float() + context.head.norm_offset)
         with torch.no_grad():
             self.fc.weight.mul_(0.1)
             if self.head.hidden_size == self.geometry["hidden_size"]:
@@ -107,22 +107,29 @@ class DFlash(Drafter):
 
     def loss(self, batch: Batch) -> Step:
         anchors, valid = self._draw_anchors(batch)
-        hidden = self._blocks(batch, anchors)[:, 1:]  # slots 1.. predict
-        steps = torch.arange(1, self.block_size, device=anchors.device)
-        places = anchors[:, None] + steps
-        inside = places < batch.tokens.numel()
-        places = places.clamp(max=batch.tokens.numel() - 1)
-        supervised = inside & valid[:, None] & batch.loss_mask[places]
-        supervised &= batch.document[places] == batch.document[anchors][:, None]
-        supervised = supervised.cumprod(1).bool()  # nothing after the end of an answer is ever drafted for
-        labels = self.draft_rows[batch.tokens[places]]
+        loss_sum, count, accepted, first = self(batch.tokens, batch.loss_mask, batch.document, batch.position, batch.taps,
+                                                batch.last, anchors, valid)
+        blocks = valid.sum()
+        return Step(loss_sum, count, {"accepted_length": Ratio(accepted + blocks, blocks),
+                                      "accepted@1": Ratio(first, blocks)})
+
+    def forward(self, tokens: Tensor, loss_mask: Tensor, document: Tensor, position: Tensor, taps: Tensor, last: Tensor,
+                anchors: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Sums over the blocks at `anchors` [A]: weighted losses, their weights, accepted draft tokens (teacher-forced),
+        and acceptances of the first slot. Shapes depend on the settings alone, so that it compiles once."""
+        hidden = self._blocks(tokens, document, position, taps, anchors)[:, 1:]  # slots 1.. predict
+        places = anchors[:, None] + torch.arange(1, self.block_size, device=anchors.device)
+        inside = places < tokens.numel()
+        places = places.clamp(max=tokens.numel() - 1)
+        supervised = inside & valid[:, None] & loss_mask[places] & (document[places] == document[anchors][:, None])
+        supervised = supervised.int().cumprod(1).bool()  # nothing after the end of an answer is ever drafted for
+        labels = self.draft_rows[tokens[places]]
         known = supervised if self.needs_last else supervised & (labels >= 0)
-        teacher = self._teacher_rows(batch, places[known] - 1) if self.needs_last else None
-        each, hits = self._position_losses(hidden[known], labels[known], teacher)
-        weights = self.decay.expand_as(known)[known]
-        right = torch.zeros_like(supervised)
-        right[known] = hits
-        return Step((each * weights).sum(), weights.sum(), self._ratios(right, supervised, valid))
+        teacher = self._teacher_logits(last) if self.needs_last else None
+        each, best = self._position_losses(hidden.flatten(0, 1), labels.flatten(), teacher, (places - 1).flatten())
+        weights = self.decay * known
+        run = ((best.view_as(labels) == labels) & supervised).int().cumprod(1)
+        return (each.view_as(weights) * weights).sum(), weights.sum(), run.sum(), run[:, 0].sum()
 
     def _draw_anchors(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """`anchors` positions [A], ascending, whose own and next token were sampled by the target, drawn without
@@ -138,13 +145,12 @@ class DFlash(Drafter):
         valid = torch.arange(self.anchors, device=mask.device) < anchors.numel()
         return F.pad(anchors, (0, padding)), valid
 
-    def _blocks(self, batch: Batch, anchors: Tensor) -> Tensor:
+    def _blocks(self, tokens: Tensor, document: Tensor, position: Tensor, taps: Tensor, anchors: Tensor) -> Tensor:
         """Hidden states [A, S, H] after the final norm of the blocks at `anchors` [A]."""
-        context = self.hidden_norm(self.fc(batch.taps))
-        document, position = batch.document, batch.position
+        context = self.hidden_norm(self.fc(taps))
         visible = (document[anchors][:, None] == document) & (position < position[anchors][:, None])
         ids = torch.full((anchors.numel(), self.block_size), self.mask_token_id, device=anchors.device)
-        ids[:, 0] = batch.tokens[anchors]
+        ids[:, 0] = tokens[anchors]
         places = position[anchors][:, None] + torch.arange(self.block_size, device=anchors.device)
         turns = self.rotary(position), self.rotary(places)
         stream = F.embedding(ids, self.embedding).float()
@@ -153,40 +159,34 @@ class DFlash(Drafter):
             stream = layer(stream, keys, values, visible, turns[1])
         return self.norm(stream)
 
-    def _teacher_rows(self, batch: Batch, places: Tensor) -> Tensor:
-        """The target's logits [n, Vd] over the draft vocabulary at `places` [n]."""
+    def _teacher_logits(self, last: Tensor) -> Tensor:
+        """The target's logits [T, Vd] over the draft vocabulary."""
         with torch.no_grad():
-            rows, index = places.unique(return_inverse=True)
-            states = self.head.normed(batch.last[rows])
-            return (F.linear(states, self.draft_head.to(states.dtype)) * self.head.logit_scale)[index]
+            return self.logits(self.head.normed(last))
 
-    def _position_losses(self, hidden: Tensor, labels: Tensor, teacher: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Losses [n] and whether the greedy draft equals the token that came [n], a bounded number of rows at a time;
-        logits are computed again in the backward pass instead of being kept."""
-        chunks = range(0, max(len(hidden), 1), self.loss_chunk)
-        parts = []
-        for start in chunks:
-            rows = slice(start, start + self.loss_chunk)
-            arguments = hidden[rows], labels[rows], None if teacher is None else teacher[rows]
-            single = len(chunks) == 1
-            parts.append(self._chunk_losses(*arguments) if single
-                         else checkpoint(self._chunk_losses, *arguments, use_reentrant=False))
+    def _position_losses(self, hidden: Tensor, labels: Tensor, teacher: Tensor | None,
+                         teacher_rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Losses [n] and greedy draft rows [n], at most `loss_chunk` rows at a time; with several chunks logits are
+        computed again in the backward pass instead of being kept."""
+        count = len(hidden)
+        if count <= self.loss_chunk:
+            return self._chunk_losses(hidden, labels, teacher, teacher_rows)
+        parts = [checkpoint(self._chunk_losses, hidden[start:start + self.loss_chunk],
+                            labels[start:start + self.loss_chunk], teacher,
+                            teacher_rows[start:start + self.loss_chunk], use_reentrant=False)
+                 for start in range(0, count, self.loss_chunk)]
         return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
-    def _chunk_losses(self, hidden: Tensor, labels: Tensor, teacher: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _chunk_losses(self, hidden: Tensor, labels: Tensor, teacher: Tensor | None,
+                      teacher_rows: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.logits(hidden)
-        each = losses.cross_entropy(logits, labels) if teacher is None else losses.forward_kl(logits, teacher)
-        return each, logits.argmax(-1) == labels
+        each = losses.cross_entropy(logits, labels.clamp(min=0)) if teacher is None \
+            else losses.forward_kl(logits, teacher[teacher_rows])
+        return each, logits.argmax(-1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Draft logits [..., Vd] of normed hidden states [..., H]."""
         return F.linear(hidden, self.draft_head.to(hidden.dtype)) * self.head.logit_scale
-
-    def _ratios(self, right: Tensor, supervised: Tensor, valid: Tensor) -> dict[str, Ratio]:
-        """Teacher-forced accepted length (bonus token included) and acceptance of the first slot."""
-        run = (right & supervised).cumprod(1)
-        blocks = valid.sum()
-        return {"accepted_length": Ratio(run.sum() + blocks, blocks), "accepted@1": Ratio(run[:, 0].sum(), blocks)}
 
     def new_context(self) -> BlockContext:
         shape = self.geometry

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from trainer.errors import UserError
 from trainer.records import Batch, HiddenStates, Sample
@@ -43,14 +44,23 @@ def plan_epoch(lengths: Sequence[int], tokens: int, seed: int, epoch: int) -> li
     return rows
 
 
-def collate(samples: Sequence[Sample], states: Sequence[HiddenStates], seed: int, device: str) -> Batch:
-    """One packed row of whole samples."""
+def collate(samples: Sequence[Sample], states: Sequence[HiddenStates], seed: int, device: str,
+            tokens: int | None = None) -> Batch:
+    """One packed row of whole samples, filled up to `tokens` with unsupervised padding of document -1 (a fixed length
+    compiles once; padding is seen by nothing)."""
     lengths = [len(sample.tokens) for sample in samples]
+    fill = (tokens or sum(lengths)) - sum(lengths)
+    assert fill >= 0, f"{sum(lengths)} tokens do not fit into {tokens}"
     return Batch(
-        tokens=torch.tensor([token for sample in samples for token in sample.tokens], device=device),
-        loss_mask=torch.tensor([flag for sample in samples for flag in sample.loss_mask], device=device),
-        document=torch.repeat_interleave(torch.arange(len(samples)), torch.tensor(lengths)).to(device),
-        position=torch.cat([torch.arange(length) for length in lengths]).to(device),
-        taps=torch.cat([state.taps for state in states]).to(device),
-        last=torch.cat([state.last for state in states]).to(device),
+        tokens=_filled(torch.tensor([token for sample in samples for token in sample.tokens]), fill, 0, device),
+        loss_mask=_filled(torch.tensor([flag for sample in samples for flag in sample.loss_mask]), fill, 0, device),
+        document=_filled(torch.repeat_interleave(torch.arange(len(samples)), torch.tensor(lengths)), fill, -1, device),
+        position=_filled(torch.cat([torch.arange(length) for length in lengths]), fill, 0, device),
+        taps=_filled(torch.cat([state.taps for state in states]), fill, 0, device),
+        last=_filled(torch.cat([state.last for state in states]), fill, 0, device),
         seed=seed)
+
+
+def _filled(rows: Tensor, fill: int, value: int, device: str) -> Tensor:
+    """rows [n, ...] with `fill` rows of `value` after them."""
+    return torch.cat([rows, rows.new_full((fill, *rows.shape[1:]), value)]).to(device)

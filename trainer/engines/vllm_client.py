@@ -20,7 +20,7 @@ from trainer.engines.vllm_installation import check_version
 from trainer.errors import UserError
 from trainer.records import Completion, Sampling
 
-RETRY_SECONDS = (0.5, 2.0, 8.0)
+RETRY_SECONDS = (0.5, 1.0, 4.0)
 DYING_SECONDS = 5.0
 HEALTH_SECONDS = 5.0
 COUNTER = re.compile(r"^vllm:spec_decode_num_(drafts|draft_tokens|accepted_tokens|accepted_tokens_per_pos)"
@@ -46,10 +46,11 @@ class SpecCounters:
 
 
 class VllmClient:
-    """Speaks to the server at `url`. `death` says why it is gone, or gives None while it may still live."""
+    """Speaks to the server at `url`. `death` says why it is gone (None: not yet); there is none for a joined
+    one."""
 
     def __init__(self, url: str, api_key: str | None, timeout_s: float,
-                 death: Callable[[], UserError | None]) -> None:
+                 death: Callable[[], UserError | None] | None) -> None:
         self.url = url
         self.death = death
         self.options: dict[str, Any] = {
@@ -182,6 +183,7 @@ class VllmClient:
                 reason = await asyncio.to_thread(self._dead, pause or DYING_SECONDS)
                 if reason is not None or pause is None:
                     raise reason or self._silent(error) from error
+                await asyncio.sleep(pause)
                 continue
             if answer.status_code == 200:
                 return answer.json()
@@ -194,9 +196,11 @@ class VllmClient:
     def _dead(self, patience: float) -> UserError | None:
         """Why the server is gone, waiting up to `patience` seconds for it to go; None if it lives on."""
         deadline = time.monotonic() + patience
-        while (reason := self.death()) is None and time.monotonic() < deadline:
+        while self.death is not None:
+            if (reason := self.death()) is not None or time.monotonic() >= deadline:
+                return reason
             time.sleep(0.1)
-        return reason
+        return None
 
 
 def request(name: str, prompt: Sequence[int], sampling: Sampling, key: str,

@@ -53,7 +53,7 @@ class Installation:
         own = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "OMP_NUM_THREADS")
         variables = {name: value for name, value in os.environ.items() if name not in own}
         variables["PATH"] = os.pathsep.join([str(self.prefix / "bin"), variables.get("PATH", os.defpath)])
-        variables |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+        variables |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_HOST_IP": "127.0.0.1"}
         return variables | (self._cpu_environment(threads, kv_cache_gib) if self.cpu else {})
 
     def _cpu_environment(self, threads: str, kv_cache_gib: int) -> dict[str, str]:

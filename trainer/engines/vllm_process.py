@@ -78,16 +78,21 @@ def describe_exit(status: int) -> str:
     return f"exit code {status}"
 
 
+PREFIX = re.compile(r"^(\([^)]*pid=\d+\)\s*)?([A-Z]+ \d\S+ \S+ \[[^]]*\]\s?)?")
+CAUSE = re.compile(r"^[\w.]*(Error|Exception|Interrupt|Exit)\b.*: *\S|\berror: \S|^Fatal |out of memory"
+                   r"|(died|exited) unexpectedly")
+# What vLLM makes of a failure somewhere else, which never says why.
+ECHO = re.compile(r"Engine core initialization failed|EngineDeadError|Worker failed with error|: cancelled$")
+CHATTER = re.compile(r"nanobind|^- |resource_tracker|^warnings\.warn")
+
+
 def last_errors(log: Path, count: int = 2) -> list[str]:
-    """The last lines of the log that name a cause; the last lines of any kind if none does."""
-    prefix = re.compile(r"^(\([^)]*pid=\d+\)\s*)?([A-Z]+ \d\S+ \S+ \[[^]]*\]\s?)?")
-    lines = [prefix.sub("", line).rstrip() for line in log.read_text(errors="replace").splitlines()]
-    lines = [line.strip() for line in lines if line.strip()]
-    cause = re.compile(r"^[\w.]*(Error|Exception|Interrupt|Exit)\b.*: *\S|\berror: \S|^Fatal |out of memory")
-    # vLLM wraps the first failure in these; they never say why.
-    wrapper = re.compile(r"Engine core initialization failed|EngineDeadError|EngineCore encountered")
-    causes = [line for line in lines if cause.search(line) and not wrapper.search(line)]
-    return [line[:400] for line in list(dict.fromkeys(causes or lines))[-count:]]
+    """The last different lines of the log that name a cause; its last lines of any kind if none does."""
+    lines = [PREFIX.sub("", line).strip() for line in log.read_text(errors="replace").splitlines()]
+    lines = [line for line in lines if line and not CHATTER.search(line)]
+    causes = [line for line in lines if CAUSE.search(line)]
+    reasons = [line for line in causes if not ECHO.search(line)]
+    return [line[:400] for line in list(dict.fromkeys(reasons or causes or lines))[-count:]]
 
 
 def members(group: int) -> list[int]:

@@ -88,13 +88,13 @@ class VllmServer:
         """vLLM's version, once interpreter and port (or the server to join) are found good. Raises
         UserError."""
         if self.url is not None:
-            return self.client(_base(self.url), lambda: None).version()
+            return self.client(_base(self.url), None).version()
         version = find_installation(self.python).version
         if self.runtime.port:
             check_port(self.runtime.port)
         return version
 
-    def client(self, url: str, death: Callable[[], UserError | None]) -> VllmClient:
+    def client(self, url: str, death: Callable[[], UserError | None] | None) -> VllmClient:
         """A client for `url`, with the key that vLLM itself reads from the environment."""
         key = self.environment.get("VLLM_API_KEY") or os.environ.get("VLLM_API_KEY")
         return VllmClient(url, key, self.runtime.request_timeout_s, death)
@@ -150,7 +150,7 @@ class RunningServer:
                 self._start()
             else:
                 self.url = _base(self.settings.url)
-            self.client = self.settings.client(self.url, self.death)
+            self.client = self.settings.client(self.url, self.death if self.process else None)
             self._wait()
             self.version = self.client.version()
             self.served_name, self.max_model_len = self.client.model(NAME)
@@ -189,7 +189,7 @@ class RunningServer:
         shutil.rmtree(self.shim, ignore_errors=True)
 
     def death(self) -> UserError | None:
-        """Why a started server is gone; None while it runs, and always for a joined one."""
+        """Why a started server is gone; None while it runs."""
         status = None if self.process is None else vllm_process.exit_status(self.process)
         if status is None:
             return None

@@ -51,7 +51,7 @@ def fit(drafter: Drafter, optimizer: torch.optim.Optimizer, row: Callable[[int],
             batch = row(step * pace.accumulate + part)
             result = forward(drafter, batch, pace.precision)
             result.loss_sum.backward()
-            tokens += batch.tokens.numel()
+            tokens += int((batch.document >= 0).sum())
             add(totals, result)
         loss, count = totals["loss"]
         if not torch.isfinite(torch.tensor(loss)):

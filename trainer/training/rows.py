@@ -27,7 +27,7 @@ class Rows:
         epoch = next(index for index, start in enumerate(self._starts[1:]) if number < start)
         samples = [self.samples[index] for index in self._epochs[epoch][number - self._starts[epoch]]]
         states = [self.source.get(sample) for sample in samples]
-        return collate(samples, states, seed_of(self.seed, "row", number), self.device)
+        return collate(samples, states, seed_of(self.seed, "row", number), self.device, self.tokens)
 
     def _plan_next(self) -> None:
         lengths = [len(sample.tokens) for sample in self.samples]

@@ -44,6 +44,7 @@ class Train(Stage):
     floor: float
     clip: float
     precision: str
+    compile: bool
     heldout_every: int
     seed: int
     runtime: dict[str, Any]  # device, checkpoint_every, keep_checkpoints, log_every, wandb_project
@@ -72,6 +73,8 @@ class Train(Stage):
     def _train(self, drafter: Drafter, samples: list[Sample], heldout: list[Sample], source: HiddenStateSource,
                out: Path) -> dict[str, Any]:
         rows = Rows(samples, source, self.tokens, self.seed, self.runtime["device"])
+        if self.compile:
+            drafter.compile(dynamic=False)
         steps = self.steps or rows.count(self.epochs) // self.accumulate
         if not steps:
             raise UserError(f"train.epochs={self.epochs} gives {rows.count(self.epochs)} packed rows, fewer than "
@@ -112,8 +115,9 @@ class Train(Stage):
         rows = Rows(samples, source, self.tokens, seed=0, device=self.runtime["device"])
         totals: dict[str, tuple[float, float]] = {}
         drafter.eval()
-        for number in range(rows.count(1)):
-            add(totals, forward(drafter, rows.row(number), self.precision))
+        with torch.compiler.set_stance("force_eager"):  # too few rows to be worth a second compilation
+            for number in range(rows.count(1)):
+                add(totals, forward(drafter, rows.row(number), self.precision))
         drafter.train()
         found = means(totals)
         return {"heldout_loss": found["loss"], "heldout_estimate": found["accepted_length"]}

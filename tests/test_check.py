@@ -1,0 +1,294 @@
+"""The configuration check on plain dicts: signatures, annotations, who is blamed, and what is nearest."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from abc import ABC
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional, Protocol, Union
+
+import pytest
+
+from trainer import pipeline
+from trainer.__main__ import compose_configuration
+from trainer._paths import Choices, Source, Sources, find, holder, unknown
+from trainer.check import Configuration, check, locate, mismatch, unknown_arguments
+from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from decimal import Decimal
+
+HERE = __name__
+
+
+class Engine(ABC):
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+
+
+class Server(Engine):
+    pass
+
+
+class Other:
+    def __init__(self, name: str = "x") -> None:
+        self.name = name
+
+
+@dataclass(frozen=True)
+class Base:
+    first: int
+
+
+@dataclass(frozen=True)
+class Job(Base):
+    engine: Engine
+    rate: float
+    exact: Decimal
+    names: list[str]
+    make: Callable[..., Other]
+
+
+def open_call(size: int, **rest: Any) -> None:
+    """Takes anything."""
+
+
+def listed(*items: int, last: str) -> None:
+    """Takes any number of items."""
+
+
+class Talks(Protocol):
+    def talk(self) -> None: ...
+
+
+def judge(settings: dict, raw: dict | None = None, files: tuple[Source, ...] = ()) -> list[str]:
+    groups = [name for name, value in settings.items() if isinstance(value, dict)]
+    return check(Configuration(raw or settings, settings, Sources(files)), groups, pipeline.Stage)
+
+
+def node(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"_target_": f"{HERE}.{name}", **arguments}
+
+
+def job(**changes: Any) -> dict[str, Any]:
+    return node("Job", first=1, engine=node("Server", threads=2), rate=1, exact="1.0", names=["a"],
+                make=node("Other", _partial_=True)) | changes
+
+
+def test_a_right_node_has_no_problems() -> None:
+    assert judge({"job": job()}) == []
+
+
+@pytest.mark.parametrize(("changes", "problem"), [
+    ({"rat": 2}, "job.rat (configuration): unknown key; nearest: job.rate"),
+    ({"engine": None}, "job.engine (configuration): must be Engine, but is null"),
+    ({"engine": "server"}, "job.engine (configuration): must be Engine, but is 'server' (str)"),
+    ({"engine": {"threads": 2}}, "job.engine (configuration): must be Engine, but is {'threads': 2} (dict)"),
+    ({"engine": node("Other")}, f"job.engine (configuration): must be Engine, but is the node of {HERE}.Other"),
+    ({"engine": node("Server", threads=2, _partial_=True)},
+     f"job.engine (configuration): must be Engine, but is the node of {HERE}.Server (_partial_)"),
+    ({"engine": node("Server", threads="2")}, "job.engine.threads (configuration): must be int, but is '2' (str)"),
+    ({"engine": node("Server")}, f"job.engine.threads (configuration): is missing; {HERE}.Server needs it"),
+    ({"engine": node("Server", thread=2, threads=2)},
+     "job.engine.thread (configuration): unknown key; nearest: job.engine.threads"),
+    ({"first": True}, "job.first (configuration): must be int, but is true"),
+    ({"names": ["a", 1]}, "job.names (configuration): must be list[str], but is ['a', 1] (list)"),
+    ({"names": "a"}, "job.names (configuration): must be list[str], but is 'a' (str); a list is written [a]"),
+    ({"make": node("Other", _partial_=True, nmae="y")},
+     "job.make.nmae (configuration): unknown key; nearest: job.make.name"),
+    ({"make": node("Other", _partial_="yes")}, "job.make._partial_ (configuration): must be bool, but is 'yes' (str)"),
+    ({"_partail_": True}, "job._partail_ (configuration): unknown key; nearest: job._partial_"),
+])
+def test_a_wrong_node_is_one_line(changes: dict, problem: str) -> None:
+    assert judge({"job": job(**changes)}) == [problem]
+
+
+def test_an_inherited_field_and_one_only_type_checkers_can_read() -> None:
+    assert judge({"job": job(first="1")}) == ["job.first (configuration): must be int, but is '1' (str)"]
+    assert judge({"job": job(exact=[1])}) == []
+
+
+def test_partial_nodes_may_lack_arguments_but_not_invent_them() -> None:
+    assert judge({"job": node("Server", _partial_=True)}) == []
+    assert len(judge({"job": node("Server", _partial_=True, nope=1)})) == 1
+
+
+def test_open_signatures_and_positional_arguments() -> None:
+    assert judge({"call": node("open_call", size=1, anything=2)}) == []
+    assert judge({"call": node("open_call", size="1")}) == ["call.size (configuration): must be int, but is '1' (str)"]
+    assert judge({"call": node("listed", _args_=[1, 2, 3], last="x")}) == []
+    assert judge({"call": node("Server", _args_=[1])}) == []
+
+
+def test_a_real_optimizer() -> None:
+    adamw = {"_target_": "torch.optim.AdamW", "_partial_": True, "lr": 1e-3, "betas": [0.9, 0.95], "fused": None}
+    assert judge({"optimizer": adamw}) == []
+    assert judge({"optimizer": adamw | {"weight_deacy": 0.1}}) == [
+        "optimizer.weight_deacy (configuration): unknown key; nearest: optimizer.weight_decay"]
+    assert judge({"optimizer": adamw | {"lr": "fast"}}) == [
+        "optimizer.lr (configuration): must be float or Tensor, but is 'fast' (str)"]
+    assert judge({"optimizer": adamw | {"betas": [0.9]}})[0].startswith("optimizer.betas (configuration): must be tuple")
+
+
+def test_nodes_in_lists_and_dicts_are_reached() -> None:
+    assert judge({"all": {"of": [node("Other"), {"deep": node("Other", nmae=1)}]}}) == [
+        "all.of.1.deep.nmae (configuration): unknown key; nearest: all.of.1.deep.name"]
+
+
+def test_a_node_handed_over_as_a_dict() -> None:
+    holder_node = {"_target_": f"{HERE}.TakesDict", "_recursive_": False, "inside": node("Server", threads=1)}
+    assert judge({"a": holder_node}) == []
+    assert len(judge({"a": holder_node | {"_recursive_": True}})) == 1
+
+
+class TakesDict:
+    def __init__(self, inside: dict[str, Any]) -> None:
+        self.inside = inside
+
+
+def test_one_mistake_behind_many_links_is_one_line_where_it_stands() -> None:
+    raw = {"seed": "x", "engine": node("Server", threads="${seed}", thread=1),
+           "a": node("Job", **job(first="${seed}", engine="${engine}")),
+           "b": node("Job", **job(first="${a.first}", engine="${engine}"))}
+    engine = node("Server", threads="x", thread=1)
+    settings = {"seed": "x", "engine": engine, "a": node("Job", **job(first="x", engine=engine)),
+                "b": node("Job", **job(first="x", engine=engine))}
+    assert judge(settings, raw) == ["seed (configuration): must be int, but is 'x' (str)",
+                                    "engine.thread (configuration): unknown key; nearest: engine.threads"]
+
+
+def test_a_value_that_is_right_in_itself_is_blamed_with_its_reader() -> None:
+    raw = {"run_root": "here", "engine": node("Server", threads="${run_root}")}
+    assert judge({"run_root": "here", "engine": node("Server", threads="here")}, raw) == [
+        "run_root (configuration): must be int, but is 'here' (str) where engine.threads reads it"]
+
+
+def test_mandatory_values_that_nobody_gave() -> None:
+    raw = {"engine": node("Server", threads="???")}
+    assert judge(raw) == ["engine.threads (configuration): has no value yet and needs one; set it in a recipe or as "
+                          "engine.threads=..."]
+
+
+FILES = (Source("conf/engine/server.yaml", "engine", node("Server", threads=1, environment={}, runtime={"port": 0})),
+         Source("conf/config.yaml", "", {"seed": 0}),
+         Source("recipes/fast.yaml", "", {"engine": {"threads": 4, "thraeds": 3}, "sede": 1}, recipe=True))
+
+
+def test_who_set_a_key() -> None:
+    sources = Sources(FILES, ("engine.runtime", "extra.deep.key"))
+    assert {key: sources.origin(key) for key in (
+        "engine.threads", "engine.runtime.port", "engine._target_", "engine.missing", "seed", "sede", "extra", "no")
+    } == {"engine.threads": "recipes/fast.yaml", "engine.runtime.port": "command line",
+          "engine._target_": "conf/engine/server.yaml", "engine.missing": "conf/engine/server.yaml",
+          "seed": "conf/config.yaml", "sede": "recipes/fast.yaml", "extra": "command line", "no": "configuration"}
+
+
+def test_plain_dicts_have_the_keys_of_their_group() -> None:
+    settings = {"hardware": {"device": "cpu", "devise": "x", "free": {"A": 1}}}
+    files = (Source("conf/hardware/cpu.yaml", "hardware", {"device": "cpu", "free": {}}),
+             Source("recipes/r.yaml", "", {"hardware": {"devise": "x", "free": {"A": 1}}}, recipe=True))
+    assert judge(settings, files=files) == ["hardware.devise (recipes/r.yaml): unknown key; nearest: hardware.device"]
+
+
+def test_top_level_keys_and_stages() -> None:
+    configuration = Configuration({"sede": 1, "run": ["a", "b"]}, {"sede": 1, "run": ["a", "b"]}, Sources())
+    assert check(configuration, ["engine"], pipeline.Stage) == [
+        "sede (configuration): unknown key; nearest: seed",
+        "run (configuration): there is no stage 'a'; stages: "]
+
+
+def test_arguments_that_set_nothing() -> None:
+    raw = {"engine": node("Server", threads=1, environment={}), "train": {"engine": "${engine}", "lr": 1}}
+    told = unknown_arguments({"engine.threads": 2, "engine.thraeds": 2, "engine.fancy": 1, "engine.environment.A": 1,
+                              "train.engine.threads": 3, "train.lr.x": 1, "threads": 1, "trian": {"a": {"b": 1}},
+                              "train": {"lr": 2, "lrr": {"x": 1}}}, raw, ["recipe"])
+    assert told == {
+        "engine.thraeds": "unknown key; nearest: engine.threads",
+        "engine.fancy": "unknown key; engine does not set it, if it can take it write +engine.fancy=...",
+        "engine.environment.A": "unknown key; engine.environment does not set it, if it can take it write "
+                                "+engine.environment.A=...",
+        "train.engine.threads": "train.engine is ${engine}; set engine.threads instead",
+        "train.lr.x": "train.lr is the value 1 and has no keys",
+        "threads": "unknown key; nearest: engine.threads",
+        "trian": "unknown key; nearest: train",
+        "train.lrr": "unknown key; nearest: train.lr"}
+
+
+def test_unknown_without_a_neighbour_lists_what_there_is() -> None:
+    assert unknown("a.zzz", ["one", "two"], {}) == "unknown key; a takes one, two"
+    assert unknown("zzz", [], {}) == "unknown key; the configuration takes none"
+
+
+def test_links_in_a_circle_end() -> None:
+    assert holder({"a": "${b}", "b": "${a}"}, "a") in ("a", "b")
+    assert holder({"a": "${b.c}", "b": {"c": 1}}, "a") == "b.c"
+    assert holder({"a": "${gone}"}, "a") == "a"
+
+
+@pytest.mark.parametrize(("value", "hint"), [
+    (1, int), (1, float), (1.5, float), ("x", str), (True, bool), (None, None), (None, int | None), (3, Optional[int]),
+    (3, Union[int, str]), ("a", Literal["a", "b"]), (1, Literal[1, 2]), ([1, 2], list), ([1, 2], list[int]),
+    ([1, 2], tuple[int, ...]), ([1, "a"], tuple[int, str]), ([1], Sequence[int]), ([1], Iterable), ({"a": 1}, dict),
+    ({"a": 1}, dict[str, int]), ({"a": 1}, Mapping[str, float]), ("x", Path), ("x", Path | None), (1, Any), (1, object),
+    (1, Annotated[int, "doc"]), (1, "Unknown"), ({"_target_": "nowhere.X"}, Engine), ([], list[int]),
+    ({"_target_": f"{HERE}.Server"}, Engine | None), ({"_target_": f"{HERE}.open_call"}, Engine),
+    ({"_target_": f"{HERE}.Other"}, Talks), ({"_target_": f"{HERE}.Server", "_partial_": True}, Callable[..., Engine])])
+def test_values_that_fit(value: object, hint: object) -> None:
+    assert mismatch(value, hint) is None
+
+
+@pytest.mark.parametrize(("value", "hint", "said"), [
+    (True, int, "must be int, but is true"), (True, float, "must be float, but is true"),
+    (1, bool, "must be bool, but is 1 (int)"), (1.0, int, "must be int, but is 1.0 (float)"),
+    ("1", int, "must be int, but is '1' (str)"), (1, str, "must be str, but is 1 (int)"),
+    (None, int, "must be int, but is null"), (0, None, "must be null, but is 0 (int)"),
+    ("x", int | None, "must be int or null, but is 'x' (str)"),
+    ("c", Literal["a", "b"], "must be one of a, b, but is 'c' (str)"),
+    (True, Literal[1, 2], "must be one of 1, 2, but is true"),
+    ([1, True], list[int], "must be list[int], but is [1, True] (list)"),
+    ([1], tuple[int, str], "must be tuple[int, str], but is [1] (list)"),
+    ({"a": "b"}, dict[str, int], "must be dict[str, int], but is {'a': 'b'} (dict)"),
+    ([1], dict, "must be dict, but is [1] (list)"), ({}, list, "must be list, but is {} (dict)"),
+    (5, Path, "must be Path, but is 5 (int)"), (5, Engine, "must be Engine, but is 5 (int)"),
+    (5, Talks, "must be Talks, but is 5 (int)"), ("x" * 99, int, f"must be int, but is '{'x' * 56}... (str)"),
+    ({"_target_": f"{HERE}.Other"}, dict, f"must be dict, but is the node of {HERE}.Other")])
+def test_values_that_do_not_fit(value: object, hint: object, said: str) -> None:
+    assert mismatch(value, hint) == said
+
+
+@pytest.mark.parametrize(("dotted", "said"), [
+    ("no_such_package.X", "there is no module 'no_such_package'"),
+    ("trainer.piepline.Stage", "trainer has no 'piepline'; nearest: pipeline"),
+    ("trainer.pipeline.Stag", "trainer.pipeline has no 'Stag'; nearest: Stage"),
+    ("trainer.pipeline.Stage.rnu", "trainer.pipeline.Stage has no 'rnu'; nearest: run")])
+def test_targets_that_do_not_exist(dotted: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        locate(dotted)
+
+
+def test_a_target_whose_package_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wants_more.py").write_text("import no_such_package_at_all\n")
+    (tmp_path / "wants_name.py").write_text("from json import no_such_name\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    with pytest.raises(UserError, match="wants_more.X needs the package 'no_such_package_at_all'"):
+        locate("wants_more.X")
+    with pytest.raises(UserError, match="wants_name.X cannot be imported: cannot import name 'no_such_name'"):
+        locate("wants_name.X")
+    assert "wants_more" not in sys.modules
+
+
+def test_descriptions_and_layouts(tmp_path: Path) -> None:
+    choices = find()
+    assert choices.main.is_file() and "recipe" in choices.groups() and "drafter" in choices.groups()
+    assert choices.shown(choices.main) == "conf/config.yaml"
+    assert Choices(tmp_path, tmp_path / "none").groups() == {}
+
+
+@pytest.mark.parametrize("recipe", sorted(find().groups()["recipe"]))
+def test_the_recipes_of_the_project_are_right(recipe: str) -> None:
+    choices = find()
+    assert check(compose_configuration([f"recipe={recipe}"], choices), choices.groups(), pipeline.Stage) == []

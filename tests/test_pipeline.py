@@ -1,0 +1,348 @@
+"""Stages: fingerprints, reuse, continuing, the order of things on disk, and what is kept out of the record."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from trainer import pipeline
+from trainer._paths import flush, locked, write_json
+from trainer.errors import UserError
+from trainer.pipeline import Stage, build, fingerprint, masked, plan
+
+FACTS: dict[str, Any] = {}  # what the toy stages read from outside their settings
+CALLS: list[str] = []
+
+
+@dataclass(frozen=True)
+class Engine:
+    threads: int
+    runtime: dict
+
+
+@dataclass(frozen=True)
+class Make(Stage):
+    after: ClassVar[tuple[str, ...]] = ()
+    version: ClassVar[int] = 1
+    size: int
+    engine: Engine
+    runtime: dict
+
+    def external(self) -> dict[str, Any]:
+        return dict(FACTS)
+
+    def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
+        CALLS.append("make")
+        assert out.is_absolute() and out.name.endswith(".partial") and inputs == {}
+        with (out / "items.txt").open("a") as file:
+            file.write("x" * self.size)
+        if self.runtime.get("fail"):
+            raise self.runtime["fail"]
+        return {"items": self.size, "where": out, "gates": {"g": {"value": 1.0, "bound": 0.5, "comparison": ">=",
+                                                                  "passed": True, "cause": "none"}}}
+
+
+@dataclass(frozen=True)
+class Use(Stage):
+    after: ClassVar[tuple[str, ...]] = ("make",)
+    version: ClassVar[int] = 1
+    factor: float
+
+    def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
+        CALLS.append("use")
+        (out / "result.txt").write_text(str(self.factor * len((inputs["make"] / "items.txt").read_text())))
+        return {"factor": self.factor}
+
+
+class Circular(Use):
+    after: ClassVar[tuple[str, ...]] = ("use",)
+
+
+class Refuses:
+    def __init__(self, kind: str) -> None:
+        raise UserError("there is no such folder") if kind == "user" else KeyError("ours")
+
+
+class Pair:
+    def __init__(self, left: Any, right: Any = None) -> None:
+        self.left, self.right = left, right
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    FACTS.clear()
+    CALLS.clear()
+    monkeypatch.chdir(tmp_path)
+
+
+def settings(size: int = 3, factor: float = 2.0, stages: tuple[str, ...] = ("make", "use"), **runtime: Any) -> dict:
+    return {"run_root": "runs", "seed": 0, "run": list(stages), "recipe_name": "toy",
+            "make": {"_target_": f"{__name__}.Make", "size": size, "runtime": runtime,
+                     "engine": {"_target_": f"{__name__}.Engine", "threads": 2, "runtime": {"port": 0}}},
+            "use": {"_target_": f"{__name__}.Use", "factor": factor}}
+
+
+def folders(config: dict) -> dict[str, Path]:
+    return {planned.name: planned.folder for planned in plan(config)}
+
+
+def test_a_run_leaves_finished_folders_and_their_records() -> None:
+    last = pipeline.run(settings())
+    assert last == folders(settings())["use"] and (last / "result.txt").read_text() == "6.0"
+    record = json.loads((last / "stage.json").read_text())
+    make = json.loads((folders(settings())["make"] / "stage.json").read_text())
+    assert record["stage"] == "use" and record["record"] == {"factor": 2.0} and record["resumed"] is False
+    assert record["inputs"] == {"make": make["fingerprint"]} and last.name == record["fingerprint"][:16]
+    assert make["settings"]["size"] == 3 and make["versions"]["python"] and make["seconds"] >= 0
+    assert not [path for path in Path("runs").rglob("*") if path.suffix in (".partial", ".lock")]
+    assert not list(Path("runs").rglob(".*"))
+
+
+def test_a_finished_stage_is_reused_and_a_changed_one_rebuilds_what_reads_it() -> None:
+    pipeline.run(settings())
+    pipeline.run(settings())
+    assert CALLS == ["make", "use"]
+    pipeline.run(settings(factor=3.0))
+    assert CALLS == ["make", "use", "use"]
+    pipeline.run(settings(size=4))
+    assert CALLS[3:] == ["make", "use"]
+
+
+def test_runtime_changes_nothing_at_any_depth() -> None:
+    changed = settings(device="cuda")
+    changed["make"]["engine"]["runtime"]["port"] = 8000
+    changed["make"]["engine"]["_convert_"] = "all"
+    assert folders(changed) == folders(settings())
+    changed["make"]["engine"]["threads"] = 3
+    assert folders(changed)["use"] != folders(settings())["use"]
+
+
+def test_everything_that_decides_is_in_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = [folders(settings())["use"]]
+    FACTS["input"] = "sha256 of a file"
+    seen.append(folders(settings())["use"])
+    monkeypatch.setattr(Make, "version", 2)
+    seen.append(folders(settings())["use"])
+    other = settings()
+    other["make"]["_target_"] = f"{__name__}.Make2"
+    monkeypatch.setitem(globals(), "Make2", type("Make2", (Make,), {}))
+    seen.append(folders(other)["use"])
+    assert len(set(seen)) == 4
+
+
+def test_the_fingerprint_is_canonical() -> None:
+    one = fingerprint({"b": 1, "a": [1, {"runtime": 3, "x": None}]}, 1, {}, {})
+    assert one == fingerprint({"a": [1, {"x": None}], "b": 1}, 1, {}, {})
+    assert re.fullmatch("[0-9a-f]{64}", one)
+    assert one != fingerprint({"a": [{"x": None}, 1], "b": 1}, 1, {}, {})
+    assert fingerprint({}, 1, {}, {"a": "1"}) != fingerprint({}, 1, {}, {"a": "2"})
+
+
+def test_a_failed_stage_keeps_its_work_and_goes_on(capsys: pytest.CaptureFixture) -> None:
+    planned = plan(settings())[0]
+    object.__setattr__(planned.stage, "runtime", {"fail": RuntimeError("broken")})
+    with pytest.raises(RuntimeError, match="broken"):
+        pipeline._execute(planned, {})
+    assert planned.state == "continue" and (planned.partial / "items.txt").read_text() == "xxx"
+    pipeline.run(settings())
+    assert "make  continue" in capsys.readouterr().out
+    assert (planned.folder / "items.txt").read_text() == "xxxxxx"
+    assert json.loads((planned.folder / "stage.json").read_text())["resumed"] is True
+
+
+def test_a_stage_that_only_misses_its_rename_is_not_run_again() -> None:
+    pipeline.run(settings())
+    make = plan(settings())[0]
+    make.folder.rename(make.partial)
+    pipeline.run(settings())
+    assert CALLS == ["make", "use"] and make.folder.exists()
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", "{}", None])
+def test_a_damaged_record_names_the_folder_to_remove(damage: str | None) -> None:
+    pipeline.run(settings())
+    make = folders(settings())["make"]
+    if damage is None:
+        (make / "stage.json").unlink()
+    else:
+        (make / "stage.json").write_text(damage)
+    with pytest.raises(UserError, match=f"{make} exists but its stage.json cannot be read .*remove the folder"):
+        pipeline.run(settings())
+
+
+def test_a_record_of_another_fingerprint_is_no_result() -> None:
+    pipeline.run(settings())
+    make, other = folders(settings())["make"], folders(settings(size=9))["make"]
+    make.rename(other)
+    with pytest.raises(UserError, match="was made by fingerprint .* not .*; remove the folder"):
+        pipeline.run(settings(size=9))
+
+
+def test_some_stages_only() -> None:
+    with pytest.raises(UserError, match=r"stage 'use' reads 'make', which is not in run=.*run=\[make,use\]"):
+        pipeline.run(settings(stages=("use",)))
+    assert CALLS == []
+    pipeline.run(settings(stages=("make",)))
+    pipeline.run(settings(stages=("use",)))
+    assert CALLS == ["make", "use"]
+
+
+def test_the_order_is_that_of_the_dependence() -> None:
+    assert [planned.name for planned in plan(settings(stages=("use", "make", "use")))] == ["make", "use"]
+
+
+def test_a_stage_that_is_not_configured() -> None:
+    config = settings(stages=("use",))
+    del config["make"]
+    with pytest.raises(UserError, match="stage 'use' reads 'make', which the configuration does not have"):
+        plan(config)
+
+
+def test_stages_in_a_circle_are_our_fault() -> None:
+    config = settings(stages=("use",))
+    config["make"] = {"_target_": f"{__name__}.Circular", "factor": 1.0}
+    with pytest.raises(AssertionError, match="circle"):
+        plan(config)
+
+
+def test_a_full_disk_in_words_of_a_library_and_without_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Storage(Exception):
+        pass
+
+    for fault, free in ((Storage("Os { code: 28, message: \"No space left on device\" }"), 10**12),
+                        (Storage("file write failed"), 1000)):
+        monkeypatch.setattr(pipeline, "_free_bytes", lambda folder, free=free: free)
+        with pytest.raises(UserError, match="the disk is full: stage 'make' could not go on writing to runs/make/"):
+            pipeline._execute(failing(fault), {})
+    monkeypatch.setattr(pipeline, "_free_bytes", lambda folder: 10**12)
+    with pytest.raises(Storage):
+        pipeline._execute(failing(Storage("file write failed")), {})
+
+
+def failing(fault: Exception) -> pipeline.Planned:
+    planned = plan(settings())[0]
+    object.__setattr__(planned.stage, "runtime", {"fail": fault})
+    return planned
+
+
+def test_a_record_that_json_cannot_hold_is_told_with_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Use, "run", lambda self, inputs, out: {"bad": {1, 2}})
+    with pytest.raises(TypeError, match="set is nothing that JSON can hold"):
+        pipeline.run(settings())
+    assert plan(settings())[1].state != "reuse"
+
+
+def test_a_folder_that_cannot_be_written() -> None:
+    Path("runs").write_text("a file where the folder should be")
+    with pytest.raises(UserError, match="set run_root="):
+        pipeline.run(settings())
+
+
+def test_latest_points_at_the_newest_folders() -> None:
+    pipeline.run(settings())
+    pipeline.run(settings(size=5, stages=("make",)))
+    latest = json.loads(Path("runs/latest.json").read_text())
+    assert latest == {"make": str(folders(settings(size=5))["make"].resolve()),
+                      "use": str(folders(settings())["use"].resolve())}
+    Path("runs/latest.json").write_text("{broken")
+    pipeline.run(settings())
+    assert set(json.loads(Path("runs/latest.json").read_text())) == {"make", "use"}
+
+
+def test_the_header_and_the_numbers(capsys: pytest.CaptureFixture) -> None:
+    pipeline.run(settings())
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == ["recipe toy", f"  make  run       {folders(settings())['make']}",
+                         f"  use   run       {folders(settings())['use']}"]
+    assert lines[4:6] == ["make: done in 0:00, items 3", "  gate g: 1 >= 0.5"]
+
+
+def test_secrets_stay_out_of_the_record_and_the_fingerprint() -> None:
+    node = {"token": "a", "api_key": "b", "password": "c", "hf_token": "d", "mask_token": "<m>", "eos_token": "<e>",
+            "environment": {"HF_TOKEN": "e", "WANDB_API_KEY": "f", "PATH": "/bin"}, "list": [{"secret": "g"}],
+            "arguments": ["--api-key", "h", "--api-key=i", "--dtype", "float32", "--seed=3"], "none": {"token": None}}
+    assert masked(node) == {
+        "token": "***", "api_key": "***", "password": "***", "hf_token": "***", "mask_token": "<m>",
+        "eos_token": "<e>", "environment": {"HF_TOKEN": "***", "WANDB_API_KEY": "***", "PATH": "/bin"},
+        "list": [{"secret": "***"}], "arguments": ["--api-key", "***", "--api-key=***", "--dtype", "float32",
+                                                   "--seed=3"], "none": {"token": None}}
+    assert masked([]) == []
+    config = settings(token="sesame")
+    pipeline.run(config)
+    assert "sesame" not in (folders(config)["make"] / "stage.json").read_text()
+    named = settings()
+    named["make"]["engine"]["threads"] = 2
+    assert folders(named) == folders(config)
+
+
+def test_build_makes_nested_objects_of_plain_parts() -> None:
+    pair = build({"_target_": f"{__name__}.Pair", "left": {"a": [1, {"b": 2}]},
+                  "right": {"_target_": f"{__name__}.Pair", "_partial_": True, "left": 1}})
+    assert type(pair.left) is dict and type(pair.left["a"]) is list and type(pair.left["a"][1]) is dict
+    assert pair.right(right=2).right == 2
+
+
+def test_build_hands_arguments_over_as_they_are() -> None:
+    engine = Engine(2, {})
+    pair = build({"_target_": f"{__name__}.Pair", "right": {"_target_": f"{__name__}.Pair", "left": 3}}, left=engine)
+    assert pair.left is engine and pair.right.left == 3
+
+
+def test_build_lets_the_errors_of_constructors_through() -> None:
+    for wrapped in (lambda node: node, lambda node: {"_target_": f"{__name__}.Pair", "left": [node]}):
+        with pytest.raises(UserError, match="^there is no such folder$"):
+            build(wrapped({"_target_": f"{__name__}.Refuses", "kind": "user"}))
+        with pytest.raises(KeyError, match="ours"):
+            build(wrapped({"_target_": f"{__name__}.Refuses", "kind": "other"}))
+    late = build({"_target_": f"{__name__}.Refuses", "_partial_": True})
+    with pytest.raises(UserError, match="^there is no such folder$"):
+        late(kind="user")
+    with pytest.raises(UserError, match="^there is no such folder$"):
+        build({"_target_": f"{__name__}.Refuses"}, kind="user")
+    with pytest.raises(UserError, match="os.system cannot be built"):
+        build({"_target_": "os.system", "command": "true"})
+
+
+def hold(folder: Path, held: Any, release: Any) -> None:
+    with locked(folder, "stage 'x'"):
+        held.set()
+        release.wait(20)
+
+
+def test_a_lock_keeps_others_out_and_names_its_holder(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    held, release = context.Event(), context.Event()
+    process = context.Process(target=hold, args=(tmp_path / "x", held, release))
+    process.start()
+    assert held.wait(20)
+    with pytest.raises(UserError, match=f"stage 'y' is being written by process {process.pid} "):
+        with locked(tmp_path / "x", "stage 'y'"):
+            pass
+    process.kill()
+    process.join()
+    with locked(tmp_path / "x", "stage 'y'"):
+        assert (tmp_path / "x.lock").read_text() == f"{os.getpid()}\n"
+    assert not (tmp_path / "x.lock").exists()
+
+
+def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"a": 1})
+    with pytest.raises(TypeError):
+        write_json(tmp_path / "a.json", {"a": 2, "b": object()})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"a": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_flush_takes_any_kind_of_file(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/file").write_text("x")
+    (tmp_path / "broken").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "pipe")
+    flush(tmp_path)

@@ -1,0 +1,158 @@
+"""The import law: which room may import which, read from the source with ast, at any depth of the code.
+
+A room is a module or a package directly below `trainer/`. `engines.base` allows that module alone, `data` the whole
+room. Concrete drafters, engines and sources are named by the YAML, so other rooms import only their `base`.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "trainer"
+EVERYWHERE = {"errors", "gates", "progress"}
+LAW: dict[str, set[str]] = {
+    "__init__": set(),
+    "__main__": {"__init__", "pipeline", "check", "_paths"},
+    "_paths": set(),
+    "check": {"_paths"},
+    "pipeline": {"__init__", "_paths", "check"},
+    "errors": set(),
+    "gates": set(),
+    "progress": set(),
+    "records": set(),
+    "kernels": set(),
+    "target": {"records"},
+    "target_made": {"target"},
+    "target_head": {"records", "target"},
+    "architectures": {"records", "kernels", "target_head"},
+    "engines": {"records", "target"},
+    "data": {"records", "pipeline", "target", "engines.base"},
+    "hidden_states": {"records", "pipeline", "target", "data", "engines.base"},
+    "training": {"records", "pipeline", "target", "data", "hidden_states.base", "architectures.base"},
+    "export": {"records", "pipeline", "target", "architectures.base", "training.checkpoint"},
+    "evaluate": {"records", "pipeline", "target", "engines.base", "architectures.base"},
+}
+# Packages from outside that only some files may import; a name of a room stands for the whole room.
+ONLY_IN = {
+    "hydra": {"__main__", "pipeline"},
+    "omegaconf": {"__main__", "pipeline"},
+    "vllm": {"hidden_states.vllm_connector", "kernels.vllm_plugin"},
+    "triton": {"kernels"},
+}
+# Rooms and files that may import nothing from outside but this.
+NOTHING_BUT = {
+    "records": {"torch"},
+    "kernels": {"torch", "triton", "vllm"},
+    "hidden_states.vllm_connector": {"torch", "safetensors", "vllm"},
+    "check": set(),
+    "_paths": set(),
+    "errors": set(),
+    "gates": set(),
+    "progress": {"rich"},
+}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def name_of(file: Path, package: Path = PACKAGE) -> str:
+    """`engines.base` for engines/base.py, `engines` for engines/__init__.py, `__init__` for the package's own."""
+    parts = file.relative_to(package).with_suffix("").parts
+    return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
+
+
+def modules() -> set[str]:
+    return {name_of(file) for file in FILES} | {name_of(file).split(".")[0] for file in FILES}
+
+
+def imports(source: str, name: str, is_package: bool, known: set[str]) -> Iterator[str]:
+    """Everything imported, absolute: `trainer.engines.base` also where `from trainer.engines import base` says it."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            start = node.module or ""
+            if node.level:
+                here = ["trainer", *name.split(".")][: None if is_package else -1]
+                start = ".".join([*here[:len(here) - node.level + 1], *([start] if start else [])])
+            for alias in node.names:
+                inner = f"{start}.{alias.name}"
+                yield inner if inner.removeprefix("trainer.") in known and inner.startswith("trainer.") else start
+
+
+def breaches(source: str, name: str, is_package: bool = False, known: set[str] | None = None) -> list[str]:
+    """What a file imports against the law."""
+    room, found = name.split(".")[0], []
+    for imported in imports(source, name, is_package, modules() if known is None else known):
+        top = imported.split(".")[0]
+        if top == "trainer":
+            inner = imported.removeprefix("trainer").removeprefix(".") or "__init__"
+            allowed = (EVERYWHERE | LAW[room] | {room}) if name not in NOTHING_BUT or name == room else set()
+            fine = any(inner == each or inner.startswith(f"{each}.") for each in allowed)
+        else:
+            inner = top
+            fine = top in sys.stdlib_module_names or all(
+                top in NOTHING_BUT[part] for part in {room, name} & NOTHING_BUT.keys())
+            fine = fine and (top not in ONLY_IN or bool({room, name} & ONLY_IN[top]))
+        if not fine:
+            found.append(inner)
+    return found
+
+
+def test_every_room_has_a_law() -> None:
+    rooms = {name_of(file).split(".")[0] for file in FILES}
+    assert len(FILES) > 10
+    assert rooms <= LAW.keys(), f"a new room needs its line in LAW: {sorted(rooms - LAW.keys())}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_the_import_law(file: Path) -> None:
+    found = breaches(file.read_text(encoding="utf-8"), name_of(file), file.name == "__init__.py")
+    assert not found, f"{file.relative_to(PACKAGE.parent)} may not import {found}"
+
+
+KNOWN = {"engines", "engines.base", "engines.vllm_server", "architectures", "architectures.dflash", "architectures.base",
+         "data", "data.chat", "errors", "pipeline", "hidden_states", "hidden_states.vllm_connector", "records"}
+
+
+@pytest.mark.parametrize(("source", "name", "found"), [
+    ("from trainer.engines.base import TargetEngine", "data.responses", []),
+    ("from trainer.engines import base", "data.responses", []),
+    ("from trainer.engines import vllm_server", "data.responses", ["engines.vllm_server"]),
+    ("import trainer.engines.vllm_server", "evaluate.serving", ["engines.vllm_server"]),
+    ("from trainer.engines import TargetEngine", "data.responses", ["engines"]),
+    ("from ..engines.vllm_server import VllmServer", "data.responses", ["engines.vllm_server"]),
+    ("from . import chat", "data.responses", []),
+    ("from .chat import render", "data.responses", []),
+    ("def late():\n    from trainer.training.loop import train", "data.responses", ["training.loop"]),
+    ("from trainer.architectures.dflash import DFlash", "architectures.dspark", []),
+    ("from trainer.architectures.dflash import DFlash", "training.stage", ["architectures.dflash"]),
+    ("from trainer.errors import UserError\nfrom trainer.gates import Gate", "kernels.losses", []),
+    ("from trainer.pipeline import Stage", "engines.base", ["pipeline"]),
+    ("from trainer.check import check", "data.prompts", ["check"]),
+    ("from trainer import __version__", "pipeline", []),
+    ("from trainer import __version__", "data.prompts", ["__init__"]),
+    ("import hydra", "pipeline", []),
+    ("from hydra.utils import instantiate", "training.stage", ["hydra"]),
+    ("from omegaconf import OmegaConf", "check", ["omegaconf"]),
+    ("import vllm", "engines.vllm_server", ["vllm"]),
+    ("import vllm, torch, safetensors", "hidden_states.vllm_connector", []),
+    ("from trainer.records import Sample", "hidden_states.vllm_connector", ["records"]),
+    ("import numpy", "hidden_states.vllm_connector", ["numpy"]),
+    ("import triton", "kernels.losses", []),
+    ("import triton", "architectures.layers", ["triton"]),
+    ("import transformers", "kernels.losses", ["transformers"]),
+    ("import transformers", "target_head", []),
+    ("import torch\nfrom pathlib import Path", "records", []),
+    ("import numpy", "records", ["numpy"]),
+])
+def test_the_law_catches_breaches_and_nothing_else(source: str, name: str, found: list[str]) -> None:
+    assert breaches(source, name, known=KNOWN) == found
+
+
+def test_a_package_imports_relative_to_itself() -> None:
+    assert breaches("from .base import TargetEngine", "engines", is_package=True, known=KNOWN) == []
+    assert breaches("from .vllm_server import X\nfrom ..pipeline import Stage", "engines", True, KNOWN) == ["pipeline"]

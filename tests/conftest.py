@@ -1,4 +1,4 @@
-"""A tiny random target, a few conversations answered by it, and their hidden states: made once for all tests."""
+"""A tiny random target, made once for all tests."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from trainer.target_made import RandomLlama
 
 @pytest.fixture(scope="session")
 def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    source = RandomLlama(hidden_size=64, layers=3, heads=4, key_value_heads=2, intermediate_size=128, vocab_size=320,
-                         tied=True, seed=7, runtime={"cache": str(tmp_path_factory.mktemp("cache"))})
+    source = RandomLlama(hidden_size=64, layers=3, heads=4, key_value_heads=2, intermediate_size=128,
+                         vocab_size=320, tied=True, seed=7,
+                         runtime={"cache": str(tmp_path_factory.mktemp("cache"))})
     return Target("tiny", source, "<|mask|>", [1, 2], {}, 512, False)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from abc import ABC
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 HERE = __name__
 
 
-class Engine(ABC):
+class Engine:
     def __init__(self, threads: int) -> None:
         self.threads = threads
 
@@ -87,10 +86,12 @@ def test_a_right_node_has_no_problems() -> None:
     ({"engine": None}, "job.engine (configuration): must be Engine, but is null"),
     ({"engine": "server"}, "job.engine (configuration): must be Engine, but is 'server' (str)"),
     ({"engine": {"threads": 2}}, "job.engine (configuration): must be Engine, but is {'threads': 2} (dict)"),
-    ({"engine": node("Other")}, f"job.engine (configuration): must be Engine, but is the node of {HERE}.Other"),
+    ({"engine": node("Other")},
+     f"job.engine (configuration): must be Engine, but is the node of {HERE}.Other"),
     ({"engine": node("Server", threads=2, _partial_=True)},
      f"job.engine (configuration): must be Engine, but is the node of {HERE}.Server (_partial_)"),
-    ({"engine": node("Server", threads="2")}, "job.engine.threads (configuration): must be int, but is '2' (str)"),
+    ({"engine": node("Server", threads="2")},
+     "job.engine.threads (configuration): must be int, but is '2' (str)"),
     ({"engine": node("Server")}, f"job.engine.threads (configuration): is missing; {HERE}.Server needs it"),
     ({"engine": node("Server", thread=2, threads=2)},
      "job.engine.thread (configuration): unknown key; nearest: job.engine.threads"),
@@ -99,7 +100,8 @@ def test_a_right_node_has_no_problems() -> None:
     ({"names": "a"}, "job.names (configuration): must be list[str], but is 'a' (str); a list is written [a]"),
     ({"make": node("Other", _partial_=True, nmae="y")},
      "job.make.nmae (configuration): unknown key; nearest: job.make.name"),
-    ({"make": node("Other", _partial_="yes")}, "job.make._partial_ (configuration): must be bool, but is 'yes' (str)"),
+    ({"make": node("Other", _partial_="yes")},
+     "job.make._partial_ (configuration): must be bool, but is 'yes' (str)"),
     ({"_partail_": True}, "job._partail_ (configuration): unknown key; nearest: job._partial_"),
 ])
 def test_a_wrong_node_is_one_line(changes: dict, problem: str) -> None:
@@ -118,19 +120,20 @@ def test_partial_nodes_may_lack_arguments_but_not_invent_them() -> None:
 
 def test_open_signatures_and_positional_arguments() -> None:
     assert judge({"call": node("open_call", size=1, anything=2)}) == []
-    assert judge({"call": node("open_call", size="1")}) == ["call.size (configuration): must be int, but is '1' (str)"]
+    assert judge({"call": node("open_call", size="1")}) == [
+        "call.size (configuration): must be int, but is '1' (str)"]
     assert judge({"call": node("listed", _args_=[1, 2, 3], last="x")}) == []
     assert judge({"call": node("Server", _args_=[1])}) == []
 
 
 def test_a_real_optimizer() -> None:
-    adamw = {"_target_": "torch.optim.AdamW", "_partial_": True, "lr": 1e-3, "betas": [0.9, 0.95], "fused": None}
+    adamw = {"_target_": "torch.optim.AdamW", "_partial_": True, "lr": 1e-3, "betas": [0.9, 0.95]}
     assert judge({"optimizer": adamw}) == []
     assert judge({"optimizer": adamw | {"weight_deacy": 0.1}}) == [
         "optimizer.weight_deacy (configuration): unknown key; nearest: optimizer.weight_decay"]
     assert judge({"optimizer": adamw | {"lr": "fast"}}) == [
         "optimizer.lr (configuration): must be float or Tensor, but is 'fast' (str)"]
-    assert judge({"optimizer": adamw | {"betas": [0.9]}})[0].startswith("optimizer.betas (configuration): must be tuple")
+    assert "o.betas (configuration): must be tuple" in judge({"o": adamw | {"betas": [0.9]}})[0]
 
 
 def test_nodes_in_lists_and_dicts_are_reached() -> None:
@@ -168,29 +171,31 @@ def test_a_value_that_is_right_in_itself_is_blamed_with_its_reader() -> None:
 
 def test_mandatory_values_that_nobody_gave() -> None:
     raw = {"engine": node("Server", threads="???")}
-    assert judge(raw) == ["engine.threads (configuration): has no value yet and needs one; set it in a recipe or as "
-                          "engine.threads=..."]
+    assert judge(raw) == ["engine.threads (configuration): has no value yet and needs one; set it in a "
+                          "recipe or as engine.threads=..."]
 
 
-FILES = (Source("conf/engine/server.yaml", "engine", node("Server", threads=1, environment={}, runtime={"port": 0})),
+SERVER = node("Server", threads=1, environment={}, runtime={"port": 0})
+FILES = (Source("conf/engine/server.yaml", "engine", SERVER),
          Source("conf/config.yaml", "", {"seed": 0}),
          Source("recipes/fast.yaml", "", {"engine": {"threads": 4, "thraeds": 3}, "sede": 1}, recipe=True))
 
 
 def test_who_set_a_key() -> None:
     sources = Sources(FILES, ("engine.runtime", "extra.deep.key"))
-    assert {key: sources.origin(key) for key in (
-        "engine.threads", "engine.runtime.port", "engine._target_", "engine.missing", "seed", "sede", "extra", "no")
-    } == {"engine.threads": "recipes/fast.yaml", "engine.runtime.port": "command line",
-          "engine._target_": "conf/engine/server.yaml", "engine.missing": "conf/engine/server.yaml",
-          "seed": "conf/config.yaml", "sede": "recipes/fast.yaml", "extra": "command line", "no": "configuration"}
+    expected = {"engine.threads": "recipes/fast.yaml", "engine.runtime.port": "command line",
+                "engine._target_": "conf/engine/server.yaml", "engine.missing": "conf/engine/server.yaml",
+                "seed": "conf/config.yaml", "sede": "recipes/fast.yaml", "extra": "command line",
+                "no": "configuration"}
+    assert {key: sources.origin(key) for key in expected} == expected
 
 
 def test_plain_dicts_have_the_keys_of_their_group() -> None:
     settings = {"hardware": {"device": "cpu", "devise": "x", "free": {"A": 1}}}
     files = (Source("conf/hardware/cpu.yaml", "hardware", {"device": "cpu", "free": {}}),
              Source("recipes/r.yaml", "", {"hardware": {"devise": "x", "free": {"A": 1}}}, recipe=True))
-    assert judge(settings, files=files) == ["hardware.devise (recipes/r.yaml): unknown key; nearest: hardware.device"]
+    assert judge(settings, files=files) == [
+        "hardware.devise (recipes/r.yaml): unknown key; nearest: hardware.device"]
 
 
 def test_top_level_keys_and_stages() -> None:
@@ -202,10 +207,10 @@ def test_top_level_keys_and_stages() -> None:
 
 def test_arguments_that_set_nothing() -> None:
     raw = {"engine": node("Server", threads=1, environment={}), "train": {"engine": "${engine}", "lr": 1}}
-    told = unknown_arguments({"engine.threads": 2, "engine.thraeds": 2, "engine.fancy": 1, "engine.environment.A": 1,
-                              "train.engine.threads": 3, "train.lr.x": 1, "threads": 1, "trian": {"a": {"b": 1}},
-                              "train": {"lr": 2, "lrr": {"x": 1}}}, raw, ["recipe"])
-    assert told == {
+    given = {"engine.threads": 2, "engine.thraeds": 2, "engine.fancy": 1, "engine.environment.A": 1,
+             "train.engine.threads": 3, "train.lr.x": 1, "threads": 1, "engine.lrr": 1,
+             "trian": {"a": {"b": 1}}, "train": {"lr": 2, "lrr": {"x": 1}}}
+    assert unknown_arguments(given, raw, ["recipe"]) == {
         "engine.thraeds": "unknown key; nearest: engine.threads",
         "engine.fancy": "unknown key; engine does not set it, if it can take it write +engine.fancy=...",
         "engine.environment.A": "unknown key; engine.environment does not set it, if it can take it write "
@@ -213,6 +218,7 @@ def test_arguments_that_set_nothing() -> None:
         "train.engine.threads": "train.engine is ${engine}; set engine.threads instead",
         "train.lr.x": "train.lr is the value 1 and has no keys",
         "threads": "unknown key; nearest: engine.threads",
+        "engine.lrr": "unknown key; nearest: train.lr",
         "trian": "unknown key; nearest: train",
         "train.lrr": "unknown key; nearest: train.lr"}
 
@@ -229,13 +235,16 @@ def test_links_in_a_circle_end() -> None:
 
 
 @pytest.mark.parametrize(("value", "hint"), [
-    (1, int), (1, float), (1.5, float), ("x", str), (True, bool), (None, None), (None, int | None), (3, Optional[int]),
-    (3, Union[int, str]), ("a", Literal["a", "b"]), (1, Literal[1, 2]), ([1, 2], list), ([1, 2], list[int]),
-    ([1, 2], tuple[int, ...]), ([1, "a"], tuple[int, str]), ([1], Sequence[int]), ([1], Iterable), ({"a": 1}, dict),
-    ({"a": 1}, dict[str, int]), ({"a": 1}, Mapping[str, float]), ("x", Path), ("x", Path | None), (1, Any), (1, object),
-    (1, Annotated[int, "doc"]), (1, "Unknown"), ({"_target_": "nowhere.X"}, Engine), ([], list[int]),
+    (1, int), (1, float), (1.5, float), ("x", str), (True, bool), (None, None), (None, int | None),
+    (3, Optional[int]),  # noqa: UP045 (libraries still write it so)
+    (3, Union[int, str]),  # noqa: UP007
+    ("a", Literal["a", "b"]), (1, Literal[1, 2]), ([1, 2], list), ([1, 2], list[int]), ([], list[int]),
+    ([1, 2], tuple[int, ...]), ([1, "a"], tuple[int, str]), ([1], Sequence[int]), ([1], Iterable),
+    ({"a": 1}, dict), ({"a": 1}, dict[str, int]), ({"a": 1}, Mapping[str, float]), ("x", Path),
+    ("x", Path | None), (1, Any), (1, object), (1, Annotated[int, "doc"]), (1, "Unknown"), ({"_target_": "nowhere.X"}, Engine),
     ({"_target_": f"{HERE}.Server"}, Engine | None), ({"_target_": f"{HERE}.open_call"}, Engine),
-    ({"_target_": f"{HERE}.Other"}, Talks), ({"_target_": f"{HERE}.Server", "_partial_": True}, Callable[..., Engine])])
+    ({"_target_": f"{HERE}.Other"}, Talks),
+    ({"_target_": f"{HERE}.Server", "_partial_": True}, Callable[..., Engine])])
 def test_values_that_fit(value: object, hint: object) -> None:
     assert mismatch(value, hint) is None
 

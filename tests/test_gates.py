@@ -17,7 +17,8 @@ def test_gates_that_hold_become_json() -> None:
     assert json.loads(json.dumps(held)) == {
         "head_top1": {"value": 0.995, "bound": 0.99, "comparison": ">=", "passed": True,
                       "cause": "the final norm is applied twice"},
-        "difference": {"value": 1e-5, "bound": 1e-4, "comparison": "<=", "passed": True, "cause": "layer order"}}
+        "difference": {"value": 1e-5, "bound": 1e-4, "comparison": "<=", "passed": True,
+                       "cause": "layer order"}}
 
 
 @pytest.mark.parametrize(("value", "comparison", "passed"), [
@@ -25,7 +26,8 @@ def test_gates_that_hold_become_json() -> None:
     (0.99, "<=", True), (0.99001, "<=", False), (0.0, "<=", True),
     (float("nan"), ">=", False), (float("nan"), "<=", False),
     (float("inf"), "<=", False), (float("-inf"), ">=", False)])
-def test_the_bound_itself_passes_and_no_number_never_does(value: float, comparison: str, passed: bool) -> None:
+def test_the_bound_passes_and_what_is_no_number_never_does(value: float, comparison: str,
+                                                           passed: bool) -> None:
     assert Gate("g", value, 0.99, comparison, "cause").passed is passed
 
 

@@ -1,4 +1,4 @@
-"""Stages: fingerprints, reuse, continuing, the order of things on disk, and what is kept out of the record."""
+"""Stages: fingerprints, reuse, continuing, the order of things on disk, and what stays out of the record."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 from trainer import pipeline
 from trainer._paths import flush, locked, write_json
 from trainer.errors import UserError
+from trainer.gates import Gate, require
 from trainer.pipeline import Stage, build, fingerprint, masked, plan
 
 FACTS: dict[str, Any] = {}  # what the toy stages read from outside their settings
@@ -45,8 +46,7 @@ class Make(Stage):
             file.write("x" * self.size)
         if self.runtime.get("fail"):
             raise self.runtime["fail"]
-        return {"items": self.size, "where": out, "gates": {"g": {"value": 1.0, "bound": 0.5, "comparison": ">=",
-                                                                  "passed": True, "cause": "none"}}}
+        return {"items": self.size, "where": out, "gates": require([Gate("g", 1.0, 0.5, ">=", "none")])}
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def settings(size: int = 3, factor: float = 2.0, stages: tuple[str, ...] = ("make", "use"), **runtime: Any) -> dict:
+def settings(size: int = 3, factor: float = 2.0, stages: tuple[str, ...] = ("make", "use"),
+             **runtime: Any) -> dict[str, Any]:
     return {"run_root": "runs", "seed": 0, "run": list(stages), "recipe_name": "toy",
             "make": {"_target_": f"{__name__}.Make", "size": size, "runtime": runtime,
                      "engine": {"_target_": f"{__name__}.Engine", "threads": 2, "runtime": {"port": 0}}},
@@ -173,7 +174,7 @@ def test_a_damaged_record_names_the_folder_to_remove(damage: str | None) -> None
         (make / "stage.json").unlink()
     else:
         (make / "stage.json").write_text(damage)
-    with pytest.raises(UserError, match=f"{make} exists but its stage.json cannot be read .*remove the folder"):
+    with pytest.raises(UserError, match=f"{make} exists but its stage.json cannot be .*remove the folder"):
         pipeline.run(settings())
 
 
@@ -219,7 +220,7 @@ def test_a_full_disk_in_words_of_a_library_and_without_words(monkeypatch: pytest
     for fault, free in ((Storage("Os { code: 28, message: \"No space left on device\" }"), 10**12),
                         (Storage("file write failed"), 1000)):
         monkeypatch.setattr(pipeline, "_free_bytes", lambda folder, free=free: free)
-        with pytest.raises(UserError, match="the disk is full: stage 'make' could not go on writing to runs/make/"):
+        with pytest.raises(UserError, match="the disk is full: stage 'make' could not go on writing"):
             pipeline._execute(failing(fault), {})
     monkeypatch.setattr(pipeline, "_free_bytes", lambda folder: 10**12)
     with pytest.raises(Storage):
@@ -265,9 +266,11 @@ def test_the_header_and_the_numbers(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_secrets_stay_out_of_the_record_and_the_fingerprint() -> None:
-    node = {"token": "a", "api_key": "b", "password": "c", "hf_token": "d", "mask_token": "<m>", "eos_token": "<e>",
+    node = {"token": "a", "api_key": "b", "password": "c", "hf_token": "d",
+            "mask_token": "<m>", "eos_token": "<e>",
             "environment": {"HF_TOKEN": "e", "WANDB_API_KEY": "f", "PATH": "/bin"}, "list": [{"secret": "g"}],
-            "arguments": ["--api-key", "h", "--api-key=i", "--dtype", "float32", "--seed=3"], "none": {"token": None}}
+            "arguments": ["--api-key", "h", "--api-key=i", "--dtype", "float32", "--seed=3"],
+            "none": {"token": None}}
     assert masked(node) == {
         "token": "***", "api_key": "***", "password": "***", "hf_token": "***", "mask_token": "<m>",
         "eos_token": "<e>", "environment": {"HF_TOKEN": "***", "WANDB_API_KEY": "***", "PATH": "/bin"},
@@ -291,7 +294,8 @@ def test_build_makes_nested_objects_of_plain_parts() -> None:
 
 def test_build_hands_arguments_over_as_they_are() -> None:
     engine = Engine(2, {})
-    pair = build({"_target_": f"{__name__}.Pair", "right": {"_target_": f"{__name__}.Pair", "left": 3}}, left=engine)
+    inner = {"_target_": f"{__name__}.Pair", "left": 3}
+    pair = build({"_target_": f"{__name__}.Pair", "right": inner}, left=engine)
     assert pair.left is engine and pair.right.left == 3
 
 
@@ -322,9 +326,9 @@ def test_a_lock_keeps_others_out_and_names_its_holder(tmp_path: Path) -> None:
     process = context.Process(target=hold, args=(tmp_path / "x", held, release))
     process.start()
     assert held.wait(20)
-    with pytest.raises(UserError, match=f"stage 'y' is being written by process {process.pid} "):
-        with locked(tmp_path / "x", "stage 'y'"):
-            pass
+    said = f"stage 'y' is being written by process {process.pid} "
+    with pytest.raises(UserError, match=said), locked(tmp_path / "x", "stage 'y'"):
+        pass
     process.kill()
     process.join()
     with locked(tmp_path / "x", "stage 'y'"):

@@ -87,7 +87,11 @@ def test_nothing_to_do_prints_nothing(capsys: pytest.CaptureFixture, tick: Calla
 
 def test_many_threads_lose_no_count(capsys: pytest.CaptureFixture) -> None:
     with Progress("requests", total=8000, interval=60) as bar:
-        threads = [threading.Thread(target=lambda: [bar.advance(1, last=1) for _ in range(1000)]) for _ in range(8)]
+        def count() -> None:
+            for _ in range(1000):
+                bar.advance(1, last=1)
+
+        threads = [threading.Thread(target=count) for _ in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -118,8 +122,9 @@ def test_a_terminal_gets_a_bar() -> None:
 
 @pytest.mark.parametrize(("value", "text"), [
     (0, "0"), (7, "7"), (12345, "12,345"), (1_234_567, "1.23M"), (3.2e9, "3.2B"), (5e15, "5.00e+15"),
-    (3.14159, "3.14"), (999.4, "999"), (999.7, "1,000"), (0.0031234, "0.00312"), (3.1e-5, "3.1e-05"), (-2.5, "-2.5"),
-    (999_600_000, "1B"), (float("nan"), "nan"), (float("-inf"), "-inf"), (True, "True"), ("2/3", "2/3"), (None, "None")])
+    (3.14159, "3.14"), (999.4, "999"), (999.7, "1,000"), (0.0031234, "0.00312"), (3.1e-5, "3.1e-05"),
+    (-2.5, "-2.5"), (999_600_000, "1B"), (float("nan"), "nan"), (float("-inf"), "-inf"), (True, "True"),
+    ("2/3", "2/3"), (None, "None")])
 def test_numbers_are_short(value: object, text: str) -> None:
     assert compact(value) == text
 

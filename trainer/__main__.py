@@ -57,48 +57,48 @@ exit codes
 Groups = Mapping[str, Mapping[str, Any]]
 
 
-
 def main(arguments: list[str] | None = None, choices: Choices | None = None) -> int:
     """Runs the command line and returns its exit code; `choices` other than the installed are for tests."""
+    full = os.environ.get("HYDRA_FULL_ERROR", "") not in ("", "0")
     try:
         with _signals():
             return _main(sys.argv[1:] if arguments is None else arguments, choices or find())
     except UserError as error:
-        _trace()
+        if full:
+            traceback.print_exc()
         return _complain([" | ".join(line.strip() for line in str(error).splitlines() if line.strip())])
     except KeyboardInterrupt as error:
         print("stopped; the same command goes on from here", file=sys.stderr)
         return 128 + int(error.args[0] if error.args else signal.SIGINT)
-    except BrokenPipeError:  # whoever read our output has left, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     except Exception as error:  # noqa: BLE001 (nothing is hidden: this is where every fault of ours is told)
-        _trace()
+        if full:
+            traceback.print_exc()
         first = (str(error).strip().splitlines() or [""])[0]
-        told = f"internal error: {type(error).__name__}: {first}; set HYDRA_FULL_ERROR=1 for the traceback"
-        print(told, file=sys.stderr)
-        return 1
+        told = f"{type(error).__name__}: {first}; set HYDRA_FULL_ERROR=1 for the traceback"
+        return _complain([told], "internal error", 1)
 
 
 def _main(arguments: list[str], choices: Choices) -> int:
     flags, overrides = _flags(arguments)
     if "help" in flags or "version" in flags:
-        print(_help(choices) if "help" in flags else __version__, flush=True)
+        _show(_help(choices) if "help" in flags else __version__)
         return 0
     configuration = compose_configuration(overrides, choices)
-    settings = configuration.settings
     problems = configuration.lines(configuration.broken) if "cfg" in flags else check(
         configuration, choices.groups(), pipeline.Stage)
     if problems:
         return _complain(problems)
     if "cfg" in flags:
-        shown = pipeline.masked(settings if "resolve" in flags else configuration.raw)
-        print(OmegaConf.to_yaml(OmegaConf.create(shown)), end="", flush=True)
+        shown = pipeline.masked(configuration.settings if "resolve" in flags else configuration.raw)
+        _show(OmegaConf.to_yaml(OmegaConf.create(shown)).rstrip())
     elif "check" in flags:
         print("the configuration is right", flush=True)
-        pipeline.show(pipeline.plan(settings), settings)
+        try:
+            pipeline.show(pipeline.plan(configuration.settings), configuration.settings)
+        except UserError as error:  # a file, a download, another environment: not the configuration's fault
+            print(f"but it cannot run here as things are: {error}", flush=True)
     else:
-        print(pipeline.run(settings), flush=True)
+        print(pipeline.run(configuration.settings), flush=True)
     return 0
 
 
@@ -123,9 +123,10 @@ def compose_configuration(arguments: list[str], choices: Choices) -> Configurati
         except (HydraException, OmegaConfBaseException) as error:
             raise UserError(_explained(error, files, groups)) from error
     merged = [each.config_path for each in order if each.config_path in files]
-    recipes = [name for name in merged if files[name].recipe]  # the chosen one comes last, after its parents
+    recipes = [each.config_path.removeprefix("recipe/") for each in order
+               if each.parent == "config" and str(each.config_path).startswith("recipe/")]
     if recipes and composed.get("recipe_name", "") is None:
-        composed.recipe_name = recipes[-1].removeprefix("recipe/")
+        composed.recipe_name = recipes[0]
     sources = Sources(tuple(files[name] for name in merged),
                       tuple(_dotted(override.key_or_group) for override in overrides))
     raw, settings, broken = _resolve(composed)
@@ -244,8 +245,8 @@ def _plainly(error: BaseException) -> str:
 
 def _help(choices: Choices) -> str:
     content: Any = OmegaConf.to_container(OmegaConf.load(choices.main))
-    entries = [entry for entry in content["defaults"] if isinstance(entry, dict)]
-    defaults = dict(item for entry in entries for item in entry.items())
+    defaults = {group: option for entry in content["defaults"] if entry != "_self_"
+                for group, option in entry.items()}
     return f"{USAGE}\n{choices.listing(content['run'], defaults)}\n{EXAMPLES}"
 
 
@@ -269,14 +270,16 @@ def _flags(arguments: list[str]) -> tuple[set[str], list[str]]:
     return flags, overrides
 
 
-def _complain(problems: list[str]) -> int:
-    print("\n".join(f"error: {problem}" for problem in problems), file=sys.stderr)
-    return 2
+def _show(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # whoever reads has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _trace() -> None:
-    if os.environ.get("HYDRA_FULL_ERROR", "") not in ("", "0"):
-        traceback.print_exc()
+def _complain(problems: list[str], kind: str = "error", code: int = 2) -> int:
+    print("\n".join(f"{kind}: {problem}" for problem in problems), file=sys.stderr)
+    return code
 
 
 @contextlib.contextmanager

@@ -163,8 +163,12 @@ def unknown(key: str, siblings: Collection[str], tree: dict[str, Any], rest: str
     `rest` is what was asked for below the key."""
     parent, _, name = key.rpartition(".")
     near = [f"{parent}.{each}".lstrip(".") for each in difflib.get_close_matches(name, siblings, 1, 0.6)]
-    found = [f"{each}.{rest}" if at(tree, f"{each}.{rest}") is not NOTHING else each for each in near] or [
-        path for path in paths(tree) if path.rpartition(".")[2] == name and path != key][:2]
+    found = [f"{each}.{rest}" if at(tree, f"{each}.{rest}") is not NOTHING else each for each in near]
+    if not found:  # the right name in the wrong place, or nearly so
+        leaves = {path: path.rpartition(".")[2] for path in paths(tree) if path != key}
+        names = leaves.values()
+        alike = [name] if name in names else difflib.get_close_matches(name, names, 1, 0.75)
+        found = [path for path, leaf in leaves.items() if leaf in alike][:2]
     if found:
         return f"unknown key; nearest: {' or '.join(found)}"
     return f"unknown key; {parent or 'the configuration'} takes {', '.join(sorted(siblings)) or 'none'}"

@@ -67,11 +67,11 @@ def unknown_arguments(given: dict[str, Any], raw: dict[str, Any], groups: Collec
             problems[key] = f"{parent} is {found}; set {found[2:-1]}.{rest} instead"
         elif not isinstance(found, dict):
             problems[key] = f"{parent} is the value {found!r} and has no keys"
-        elif not found or ("_target_" in found and not nearest(name, found)):
-            problems[key] = f"unknown key; {parent} does not set it, if it can take it write +{key}=..."
         else:
-            missing = f"{parent}.{name}".lstrip(".")
-            problems[key] = unknown(missing, [*map(str, found), *(() if parent else groups)], raw, below)
+            siblings = [*map(str, found), *(() if parent else groups)]
+            problems[key] = unknown(f"{parent}.{name}".lstrip("."), siblings, raw, below)
+            if "nearest" not in problems[key] and (not found or "_target_" in found):
+                problems[key] = f"unknown key; {parent} does not set it, if it can take it write +{key}=..."
     return problems
 
 
@@ -111,7 +111,7 @@ class _Checker:
         known = {*TOP, *groups} - {"recipe"}
         for name, value in self.settings.items():
             if name not in known:
-                self.add(name, unknown(name, known, self.settings))
+                self.add(name, unknown(name, known, self.raw))
             elif name in groups and not isinstance(value, dict):
                 self.add(name, f"must be a node of keys, but is {_shown(value, True)}")
         for name, hint in TOP.items():
@@ -144,7 +144,7 @@ class _Checker:
         declared = self.sources.declared(key)
         for name in value if declared else ():
             if name not in declared:
-                self.add(f"{key}.{name}", unknown(f"{key}.{name}", declared, self.settings))
+                self.add(f"{key}.{name}", unknown(f"{key}.{name}", declared, self.raw))
 
     def node(self, key: str, node: dict[str, Any]) -> None:
         try:
@@ -173,8 +173,8 @@ class _Checker:
             if name in named:
                 self.typed(f"{key}.{name}", node[name], named[name].annotation, node.get("_recursive_", True))
             elif inspect.Parameter.VAR_KEYWORD not in kinds:
-                self.add(f"{key}.{name}", unknown(f"{key}.{name}", [*named, *SPECIAL] if name[0] == "_" else
-                                                  list(named), self.settings))
+                siblings = [*named, *SPECIAL] if name.startswith("_") else list(named)
+                self.add(f"{key}.{name}", unknown(f"{key}.{name}", siblings, self.raw))
         if not node.get("_partial_", False):
             for name, parameter in named.items():
                 if parameter.default is parameter.empty and name not in given and name not in positional:

@@ -1,8 +1,7 @@
 """The one kind of error that speaks to the user.
 
-A `UserError` says what was found, what was expected and what to do, in terms of the settings; `__main__` prints
-it as one line without a traceback. Everything else that is raised is a fault of ours.
-"""
+A `UserError` says what was found, what was expected and what to do, in terms of the settings; `__main__`
+prints it as one line without a traceback. Everything else that is raised is a fault of ours. """
 
 
 class UserError(ValueError):

@@ -1,8 +1,8 @@
 """Frozen records that cross the seams between rooms. Nothing here computes anything heavy.
 
-Layer ids follow one convention everywhere: id L is the target's residual stream after L decoder layers, before
-the final norm; 0 is the embedding output and N (the number of layers) is the state that the final norm reads.
-"""
+Layer ids follow one convention everywhere: id L is the target's residual stream after L decoder layers,
+before the final norm; 0 is the embedding output and N (the number of layers) is the state that the final norm
+reads. """
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the target answers. `temperature` 0 is greedy; the seed of a request is derived from `seed` and its id."""
+    """How the target answers. `temperature` 0 is greedy; a request's seed comes from `seed` and its id."""
 
     max_new_tokens: int
     temperature: float
@@ -63,8 +63,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class HiddenStates:
-    """Hidden states of one sample. `taps` [tokens, layers * hidden] in ascending layer order, `last` [tokens, hidden]
-    is the stream before the final norm; both in the dtype in which they were stored."""
+    """Hidden states of one sample. `taps` [tokens, layers * hidden] in ascending layer order, `last` [tokens,
+    hidden] is the stream before the final norm; both in the dtype in which they were stored."""
 
     taps: Tensor
     last: Tensor
@@ -74,9 +74,9 @@ class HiddenStates:
 class Batch:
     """Several samples packed into one row of `T` tokens, no padding between them.
 
-    tokens [T] int64, loss_mask [T] bool, document [T] int64 (0, 1, ...; -1 is padding at the end), position [T] int64
-    (restarts in every document), taps [T, layers * hidden], last [T, hidden]. `seed` decides every random draw.
-    """
+    tokens [T] int64, loss_mask [T] bool, document [T] int64 (0, 1, ...; -1 is padding at the end), position
+    [T] int64 (restarts in every document), taps [T, layers * hidden], last [T, hidden]. `seed` decides every
+    random draw. """
 
     tokens: Tensor
     loss_mask: Tensor

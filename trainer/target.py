@@ -1,9 +1,9 @@
 """The target: facts that every room needs, and where its files lie.
 
-A `Target` says which folder holds the model that will be served, and the few facts that cannot be read from its
-files (which unused token serves as mask, which layers are tapped, how its chat template is called). Where the folder
-comes from is a node of its own: a local `Folder`, a Hub repository, or one that `target_made` makes.
-"""
+A `Target` says which folder holds the model that will be served, and the few facts that cannot be read from
+its files (which unused token serves as mask, which layers are tapped, how its chat template is called). Where
+the folder comes from is a node of its own: a local `Folder`, a Hub repository, or one that `target_made`
+makes. """
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Hub(TargetSource):
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
         try:
-            return Path(snapshot_download(self.repo, revision=self.revision,
-                                          allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
+            return Path(snapshot_download(self.repo, revision=self.revision, allow_patterns=[
+                "*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
             raise UserError(f"target {self.repo}@{self.revision} could not be fetched from the Hub "
                             f"({type(error).__name__}); check the name, the network and HF_TOKEN, or point "
@@ -60,8 +60,8 @@ class Hub(TargetSource):
 
 @dataclass(frozen=True)
 class Target:
-    """`mask_token` is a token of the target's own vocabulary that it never emits (text or id); `tap_layers` are in
-    the convention of `records`; `template` goes to the chat template as keyword arguments."""
+    """`mask_token` is a token of the target's own vocabulary that it never emits (text or id); `tap_layers`
+    are in the convention of `records`; `template` goes to the chat template as keyword arguments."""
 
     name: str
     source: TargetSource
@@ -101,16 +101,17 @@ class Target:
 
     @cached_property
     def mask_token_id(self) -> int:
-        """The id of `mask_token`, which must be an existing row that is neither special in use nor emitted."""
+        """The id of `mask_token`, which must be an existing row that neither begins nor ends texts."""
         rows, token = self.config["vocab_size"], self.mask_token
         found = token if isinstance(token, int) else self.tokenizer.get_vocab().get(token)
         if found is None or not 0 <= found < rows:
-            raise UserError(f"target.mask_token {token!r} is not one of the {rows} rows of {self.name}'s embedding; "
-                            f"choose an unused token, for example one of {self.unused_tokens()}")
+            raise UserError(f"target.mask_token {token!r} is not one of the {rows} rows of {self.name}'s "
+                            f"embedding; choose an unused token, for example one of {self.unused_tokens()}")
         reserved = {self.tokenizer.eos_token_id, self.tokenizer.bos_token_id, *self.end_ids}
         if found in reserved:
-            raise UserError(f"target.mask_token {token!r} (id {found}) begins or ends {self.name}'s texts, so it has a "
-                            f"meaning; choose an unused token, for example one of {self.unused_tokens()}")
+            raise UserError(f"target.mask_token {token!r} (id {found}) begins or ends {self.name}'s texts, "
+                            "so it has a meaning; choose an unused token, for example one of "
+                            f"{self.unused_tokens()}")
         return found
 
     @cached_property
@@ -135,7 +136,8 @@ class Target:
 def check_folder(folder: Path) -> None:
     """Raises one sentence for each way in which a target folder can be unusable."""
     if not (folder / "config.json").is_file():
-        raise UserError(f"target folder {folder} has no config.json; give the folder of a complete Hugging Face model")
+        raise UserError(f"target folder {folder} has no config.json; give the folder of a complete Hugging "
+                        "Face model")
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise UserError(f"target folder {folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}); "
                         f"copy the tokenizer files of the model into it")
@@ -144,11 +146,11 @@ def check_folder(folder: Path) -> None:
         named = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         missing = [name for name in named if not (folder / name).is_file()]
         if missing:
-            raise UserError(f"target folder {folder} lacks {len(missing)} of the {len(named)} shards that its index "
-                            f"names ({', '.join(missing[:3])}); fetch them again")
+            raise UserError(f"target folder {folder} lacks {len(missing)} of the {len(named)} shards that "
+                            f"its index names ({', '.join(missing[:3])}); fetch them again")
     elif not any(folder.glob("*.safetensors")):
-        raise UserError(f"target folder {folder} has no safetensors weights; only safetensors is read, so convert "
-                        f"the model with its save_pretrained(safe_serialization=True)")
+        raise UserError(f"target folder {folder} has no safetensors weights; only safetensors is read, so "
+                        "convert the model with its save_pretrained(safe_serialization=True)")
 
 
 def folder_identity(folder: Path) -> str:

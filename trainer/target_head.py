@@ -1,9 +1,8 @@
 """The target's frozen embedding, final norm and head, read from its safetensors alone.
 
-Nothing else of the target is loaded: a trainer needs these three matrices and never the layers between them. Names
-are resolved through the index (or the only file) by their endings, so that prefixes of multimodal targets and tied
-embeddings need no table of families.
-"""
+Nothing else of the target is loaded: a trainer needs these three matrices and never the layers between them.
+Names are resolved through the index (or the only file) by their endings, so that prefixes of multimodal
+targets and tied embeddings need no table of families. """
 
 from __future__ import annotations
 
@@ -24,9 +23,8 @@ from trainer.errors import UserError
 class TargetHead:
     """embedding [V, H], norm [H], head [V, H], all in the dtype of the file.
 
-    `norm_offset` is 1.0 for families whose norm multiplies by (1 + w), else 0.0; `logit_scale` and `softcap` follow
-    the target's config.
-    """
+    `norm_offset` is 1.0 for families whose norm multiplies by (1 + w), else 0.0; `logit_scale` and `softcap`
+    follow the target's config. """
 
     embedding: Tensor
     norm: Tensor
@@ -37,7 +35,7 @@ class TargetHead:
     softcap: float | None
 
     def normed(self, last: Tensor) -> Tensor:
-        """Final norm of `last` [..., H] (the stream before the norm), computed in float32, returned in `last`'s dtype."""
+        """Final norm of `last` [..., H], the stream before the norm: in float32, returned in `last`'s dtype."""
         wide = last.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         weight = self.norm.to(last.device)
@@ -99,7 +97,8 @@ def read_tensors(folder: Path, wanted: Iterable[str]) -> dict[str, Tensor]:
     tensors = {}
     for name in wanted:
         if name not in names:
-            raise UserError(f"target folder {folder} has no tensor {name}; its checkpoint is of another layout")
+            raise UserError(f"target folder {folder} has no tensor {name}; its checkpoint is of another "
+                            "layout")
         with safe_open(names[name], framework="pt") as file:
             tensors[name] = file.get_tensor(name)
     return tensors
@@ -111,4 +110,5 @@ def _ending(names: dict[str, Path], ending: str, folder: Path, alternatives: tup
         found = [name for name in found if "vision" not in name and "mtp" not in name]
         if found:
             return min(found, key=len)
-    raise UserError(f"target folder {folder} has no tensor ending in {ending}; its checkpoint is of another layout")
+    raise UserError(f"target folder {folder} has no tensor ending in {ending}; its checkpoint is of another "
+                    "layout")

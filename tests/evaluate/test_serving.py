@@ -124,7 +124,9 @@ def test_a_real_server_is_measured(drafting: RunningServer) -> None:
     warm = measure(drafting, prompts, sampling, users=2, warmup=2)
     assert cold.output_tokens == sum(len(output.tokens) for output in cold.outputs)
     assert cold.tok_s == pytest.approx(cold.output_tokens / cold.seconds)
-    assert cold.counters == warm.counters, "the warm-up is not counted"
+    assert [output.tokens for output in cold.outputs] == [output.tokens for output in warm.outputs]
+    # batching may move a draft; counting the warm-up too would add about two thirds
+    assert abs(warm.counters.drafts - cold.counters.drafts) <= 0.1 * cold.counters.drafts
     assert 0 < warm.counters.drafts < warm.output_tokens
     assert warm.counters.draft_tokens <= K * warm.counters.drafts
     assert len(warm.per_position) == K

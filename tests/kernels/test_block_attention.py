@@ -48,7 +48,8 @@ def test_reference_equals_a_slow_loop_in_float64() -> None:
 def test_flex_equals_reference(seed: int) -> None:
     made = inputs(seed, torch.float32)
     with torch.no_grad():
-        torch.testing.assert_close(flex.block_attention(*made), reference.block_attention(*made), atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(flex.block_attention(*made), reference.block_attention(*made),
+                                   atol=2e-6, rtol=1e-5)
 
 
 def test_an_unknown_kernel_is_named() -> None:

@@ -18,10 +18,9 @@ from trainer.target_head import TargetHead
 class DraftContext:
     """Facts of the target that a drafter is built for.
 
-    `config` is the target's (text) config.json; `token_counts` [V] int64 counts supervised tokens of the training
-    data (they choose a reduced draft vocabulary); `special_ids` are always part of that vocabulary; `tensors` gives
-    named weights of the target, for drafters that start from the target's own layers.
-    """
+    `config` is the target's (text) config.json; `token_counts` [V] int64 counts supervised tokens of the
+    training data (they choose a reduced draft vocabulary); `special_ids` are always part of that vocabulary;
+    `tensors` gives named weights of the target, for drafters that start from the target's own layers. """
 
     config: dict[str, Any]
     head: TargetHead
@@ -35,9 +34,8 @@ class DraftContext:
 class Exported:
     """What a drafter gives to, and reads from, a folder that a server loads.
 
-    `geometry` are the keys of an ordinary decoder config; `flavours` holds the method's own keys for each format
-    ("speculators", "native"), in that format's names and layer conventions.
-    """
+    `geometry` are the keys of an ordinary decoder config; `flavours` holds the method's own keys for each
+    format ("speculators", "native"), in that format's names and layer conventions. """
 
     weights: dict[str, Tensor]
     geometry: dict[str, Any]
@@ -70,8 +68,8 @@ class Drafter(nn.Module, ABC):
 
     @abstractmethod
     def propose(self, context: Any, anchor: int, length: int) -> list[int]:
-        """A greedy draft of `length` tokens (target ids) after `anchor`, the newest token, which the target has not
-        processed yet. Never looks past the anchor."""
+        """A greedy draft of `length` tokens (target ids) after `anchor`, the newest token, which the target
+        has not processed yet. Never looks past the anchor."""
 
     @abstractmethod
     def export(self) -> Exported:
@@ -83,7 +81,7 @@ class Drafter(nn.Module, ABC):
         """The drafter that a folder of this flavour describes, from its config and tensors alone; strict."""
 
     def rounded(self, dtype: torch.dtype) -> Self:
-        """A float32 copy whose exported tensors hold values of `dtype`: what a folder in that dtype describes."""
+        """A float32 copy whose exported tensors hold values of `dtype`: what such a folder describes."""
         copied = copy.deepcopy(self).requires_grad_(False)
         for parameter in copied.parameters():
             parameter.copy_(parameter.to(dtype))

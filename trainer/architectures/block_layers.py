@@ -1,14 +1,14 @@
 """Decoder layers of the block drafters: a block attends to context keys made elsewhere, and to itself.
 
-Parameter names are those of the exported checkpoints. The same key and value projections serve context features and
-block tokens (vLLM's `qwen3_dflash.py` does the same in `precompute_and_store_context_kv`).
-"""
+Parameter names are those of the exported checkpoints. The same key and value projections serve context
+features and block tokens (vLLM's `qwen3_dflash.py` does the same in `precompute_and_store_context_kv`). """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from trainer.architectures.layers import GatedMLP, RMSNorm, rotate
@@ -24,9 +24,24 @@ class BlockLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape["hidden_size"], shape["rms_norm_eps"])
         self.mlp = GatedMLP(shape["hidden_size"], shape["intermediate_size"])
 
+    @torch.no_grad()
+    def start_from(self, tensors: dict[str, Tensor]) -> None:
+        """Copies what a target layer has of the same name and shape. A target without query and key norms
+        gets norms of the scale that its projections give to a stream of unit variance, so that attention
+        starts as sharp."""
+        for name, parameter in self.named_parameters():
+            if name in tensors and tensors[name].shape == parameter.shape:
+                parameter.copy_(tensors[name])
+        for part in ("q", "k"):
+            if f"self_attn.{part}_norm.weight" not in tensors:
+                weight = getattr(self.self_attn, f"{part}_proj").weight * self.input_layernorm.weight
+                scale = weight.unflatten(0, (-1, self.self_attn.size)).pow(2).sum(-1).mean(0).sqrt()
+                getattr(self.self_attn, f"{part}_norm").weight.copy_(scale)
+
     def forward(self, stream: Tensor, keys: Tensor, values: Tensor, visible: Tensor,
                 turns: tuple[Tensor, Tensor]) -> Tensor:
-        """stream [A, S, H]; keys, values [T, kv_heads, D] of the context; visible [A, T]; turns cos, sin [A, S, D]."""
+        """stream [A, S, H]; keys, values [T, kv_heads, D] of the context; visible [A, T]; turns: cos and sin
+        [A, S, D]."""
         stream = stream + self.self_attn(self.input_layernorm(stream), keys, values, visible, turns)
         return stream + self.mlp(self.post_attention_layernorm(stream))
 

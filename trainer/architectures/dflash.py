@@ -1,10 +1,10 @@
 """DFlash: a block of tokens in one parallel pass, conditioned on the target's hidden states.
 
-Two streams meet only in attention. *Context*: for every committed token p, c_p = hidden_norm(fc(taps_p)), from which
-each layer makes keys and values. *Query*: the block [x_p, MASK, ..., MASK] at positions p, p+1, ... after the anchor
-p, the newest token. Slots see the context before p and all slots of their block. Slot k >= 1 predicts the token at
-p + k; slot 0 carries the anchor and predicts nothing. Served as vLLM's method `dflash`
-(`model_executor/models/qwen3_dflash.py`), whose tensor names are the parameter names here.
+Two streams meet only in attention. *Context*: for every committed token p, c_p = hidden_norm(fc(taps_p)),
+from which each layer makes keys and values. *Query*: the block [x_p, MASK, ..., MASK] at positions p, p+1,
+... after the anchor p, the newest token. Slots see the context before p and all slots of their block. Slot k
+>= 1 predicts the token at p + k; slot 0 carries the anchor and predicts nothing. Served as vLLM's method
+`dflash` (`model_executor/models/qwen3_dflash.py`), whose tensor names are the parameter names here.
 
 Given up: sliding windows (all layers attend fully and non-causally), and attention sinks.
 """
@@ -39,14 +39,15 @@ class BlockContext:
 
 
 class DFlash(Drafter):
-    """`block_size` slots with `anchors` blocks drawn a packed row; `start_layers` are 0-based target layers whose
-    weights the draft layers start from (empty: random); `loss_chunk` bounds the rows of logits held at once."""
+    """`block_size` slots with `anchors` blocks drawn a packed row; `start_layers` are 0-based target layers
+    that the draft layers start from (empty: random); `loss_chunk` bounds the rows of logits held at once."""
 
     method = "dflash"
 
-    def __init__(self, context: DraftContext, layers: int, block_size: int, anchors: int, tap_layers: Sequence[int],
-                 draft_vocab_size: int | None, intermediate_size: int | None, objective: Literal["ce", "kl"],
-                 decay_gamma: float, start_layers: Sequence[int], loss_chunk: int, attention: str, seed: int) -> None:
+    def __init__(self, context: DraftContext, layers: int, block_size: int, anchors: int,
+                 tap_layers: Sequence[int], draft_vocab_size: int | None, intermediate_size: int | None,
+                 objective: Literal["ce", "kl"], decay_gamma: float, start_layers: Sequence[int],
+                 loss_chunk: int, attention: str, seed: int) -> None:
         super().__init__()
         self.tap_layers = tuple(sorted(set(tap_layers)))
         self.needs_last = objective == "kl"
@@ -63,10 +64,13 @@ class DFlash(Drafter):
         self.register_buffer("decay", losses.decay_weights(block_size - 1, decay_gamma), persistent=False)
         rows = context.head.vocab_size
         size = min(draft_vocab_size or rows, rows)
-        ids = vocabulary.choose(context.token_counts, size, context.special_ids) if size < rows else torch.arange(rows)
+        ids = torch.arange(rows)
+        if size < rows:
+            ids = vocabulary.choose(context.token_counts, size, context.special_ids)
         self.reduced = size < rows
         self.register_buffer("draft_ids", ids, persistent=False)
-        self.register_buffer("draft_rows", torch.full((rows,), -1).scatter(0, ids, torch.arange(size)), persistent=False)
+        draft_rows = torch.full((rows,), -1).scatter(0, ids, torch.arange(size))
+        self.register_buffer("draft_rows", draft_rows, persistent=False)
         self.register_buffer("embedding", context.head.embedding, persistent=False)
         self.register_buffer("draft_head", context.head.head[ids] if self.reduced else context.head.head,
                              persistent=False)
@@ -84,18 +88,19 @@ class DFlash(Drafter):
                 nn.init.normal_(module.weight, std=0.02)
 
     def _start_from(self, context: DraftContext, start_layers: Sequence[int]) -> None:
-        """Copies target layers, and lets `fc` begin as the newest tapped layer, whose scale the keys expect."""
+        """Copies target layers, and lets `fc` begin as the newest tapped layer, whose scale keys expect."""
         self.norm.weight.data.copy_(context.head.norm.float() + context.head.norm_offset)
         if not start_layers:
             return
         if len(start_layers) != len(self.layers):
-            raise ValueError(f"drafter.start_layers {list(start_layers)} must name one target layer for each of the "
-                             f"{len(self.layers)} draft layers, or none")
+            raise ValueError(f"drafter.start_layers {list(start_layers)} must name one target layer for each "
+                             f"of the {len(self.layers)} draft layers, or none")
+        first = context.layer_tensors[start_layers[0]]
+        if "input_layernorm.weight" in first:  # the context's only norm, where the target has one a layer
+            weight = first["input_layernorm.weight"].float() + context.head.norm_offset
+            self.hidden_norm.weight.data.copy_(weight)
         for layer, index in zip(self.layers, start_layers, strict=True):
-            tensors = context.layer_tensors[index]
-            for name, parameter in layer.named_parameters():
-                if name in tensors and tensors[name].shape == parameter.shape:
-                    parameter.data.copy_(tensors[name])
+            layer.start_from(context.layer_tensors[index])
         with torch.no_grad():
             self.fc.weight.mul_(0.1)
             if self.head.hidden_size == self.geometry["hidden_size"]:
@@ -107,33 +112,35 @@ class DFlash(Drafter):
 
     def loss(self, batch: Batch) -> Step:
         anchors, valid = self._draw_anchors(batch)
-        loss_sum, count, accepted, first = self(batch.tokens, batch.loss_mask, batch.document, batch.position, batch.taps,
-                                                batch.last, anchors, valid)
+        loss_sum, count, accepted, first = self(batch.tokens, batch.loss_mask, batch.document, batch.position,
+                                                batch.taps, batch.last, anchors, valid)
         blocks = valid.sum()
         return Step(loss_sum, count, {"accepted_length": Ratio(accepted + blocks, blocks),
                                       "accepted@1": Ratio(first, blocks)})
 
-    def forward(self, tokens: Tensor, loss_mask: Tensor, document: Tensor, position: Tensor, taps: Tensor, last: Tensor,
-                anchors: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Sums over the blocks at `anchors` [A]: weighted losses, their weights, accepted draft tokens (teacher-forced),
-        and acceptances of the first slot. Shapes depend on the settings alone, so that it compiles once."""
+    def forward(self, tokens: Tensor, loss_mask: Tensor, document: Tensor, position: Tensor, taps: Tensor,
+                last: Tensor, anchors: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Sums over the blocks at `anchors` [A]: weighted losses, their weights, accepted draft tokens
+        (teacher-forced), and acceptances of the first slot. Shapes follow from the settings: one compilation."""
         hidden = self._blocks(tokens, document, position, taps, anchors)[:, 1:]  # slots 1.. predict
         places = anchors[:, None] + torch.arange(1, self.block_size, device=anchors.device)
         inside = places < tokens.numel()
         places = places.clamp(max=tokens.numel() - 1)
-        supervised = inside & valid[:, None] & loss_mask[places] & (document[places] == document[anchors][:, None])
-        supervised = supervised.int().cumprod(1).bool()  # nothing after the end of an answer is ever drafted for
+        supervised = inside & valid[:, None] & loss_mask[places]
+        supervised = supervised & (document[places] == document[anchors][:, None])
+        supervised = supervised.int().cumprod(1).bool()  # nothing after the end of an answer is drafted for
         labels = self.draft_rows[tokens[places]]
         known = supervised if self.needs_last else supervised & (labels >= 0)
         teacher = self._teacher_logits(last) if self.needs_last else None
-        each, best = self._position_losses(hidden.flatten(0, 1), labels.flatten(), teacher, (places - 1).flatten())
+        each, best = self._position_losses(hidden.flatten(0, 1), labels.flatten(), teacher,
+                                           (places - 1).flatten())
         weights = self.decay * known
         run = ((best.view_as(labels) == labels) & supervised).int().cumprod(1)
         return (each.view_as(weights) * weights).sum(), weights.sum(), run.sum(), run[:, 0].sum()
 
     def _draw_anchors(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """`anchors` positions [A], ascending, whose own and next token were sampled by the target, drawn without
-        replacement; when there are fewer, the rest is marked invalid in the mask [A]."""
+        """`anchors` positions [A], ascending, whose own and next token were sampled by the target, drawn
+        without replacement; when there are fewer, the rest is marked invalid in the mask [A]."""
         mask = batch.loss_mask
         following = torch.zeros_like(mask)
         following[:-1] = mask[1:] & mask[:-1] & (batch.document[1:] == batch.document[:-1])
@@ -145,7 +152,8 @@ class DFlash(Drafter):
         valid = torch.arange(self.anchors, device=mask.device) < anchors.numel()
         return F.pad(anchors, (0, padding)), valid
 
-    def _blocks(self, tokens: Tensor, document: Tensor, position: Tensor, taps: Tensor, anchors: Tensor) -> Tensor:
+    def _blocks(self, tokens: Tensor, document: Tensor, position: Tensor, taps: Tensor,
+                anchors: Tensor) -> Tensor:
         """Hidden states [A, S, H] after the final norm of the blocks at `anchors` [A]."""
         context = self.hidden_norm(self.fc(taps))
         visible = (document[anchors][:, None] == document) & (position < position[anchors][:, None])
@@ -166,8 +174,8 @@ class DFlash(Drafter):
 
     def _position_losses(self, hidden: Tensor, labels: Tensor, teacher: Tensor | None,
                          teacher_rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Losses [n] and greedy draft rows [n], at most `loss_chunk` rows at a time; with several chunks logits are
-        computed again in the backward pass instead of being kept."""
+        """Losses [n] and greedy draft rows [n], at most `loss_chunk` rows at a time; with several chunks
+        logits are computed again in the backward pass instead of being kept."""
         count = len(hidden)
         if count <= self.loss_chunk:
             return self._chunk_losses(hidden, labels, teacher, teacher_rows)
@@ -199,9 +207,9 @@ class DFlash(Drafter):
         features = self.hidden_norm(self.fc(taps))
         cos, sin = self.rotary(torch.arange(context.length, context.length + len(taps), device=taps.device))
         made = [layer.self_attn.keys_values(features, cos, sin) for layer in self.layers]
-        return BlockContext([torch.cat([old, new]) for old, (new, _) in zip(context.keys, made, strict=True)],
-                            [torch.cat([old, new]) for old, (_, new) in zip(context.values, made, strict=True)],
-                            context.length + len(taps))
+        keys = [torch.cat([old, new]) for old, (new, _) in zip(context.keys, made, strict=True)]
+        values = [torch.cat([old, new]) for old, (_, new) in zip(context.values, made, strict=True)]
+        return BlockContext(keys, values, context.length + len(taps))
 
     @torch.no_grad()
     def propose(self, context: BlockContext, anchor: int, length: int) -> list[int]:
@@ -232,15 +240,16 @@ class DFlash(Drafter):
             weights["d2t"] = vocabulary.offsets(self.draft_ids)
         rows = self.draft_ids.numel()
         speculators = {"speculators_model_type": "dflash", "architectures": ["DFlashDraftModel"],
-                       "aux_hidden_state_layer_ids": list(self.tap_layers), "mask_token_id": self.mask_token_id,
-                       "block_size": self.block_size, "draft_vocab_size": rows, "sample_from_anchor": False,
+                       "aux_hidden_state_layer_ids": list(self.tap_layers), "block_size": self.block_size,
+                       "mask_token_id": self.mask_token_id, "draft_vocab_size": rows,
+                       "sample_from_anchor": False,
                        "sliding_window_non_causal": True,  # false would make every layer causal when served
                        "target_hidden_size": self.head.hidden_size}
-        native = {"architectures": ["DFlashDraftModel"], "block_size": self.block_size, "draft_vocab_size": rows,
-                  "eagle_aux_hidden_state_layer_ids": list(self.tap_layers),
-                  "target_hidden_size": self.head.hidden_size,
-                  "dflash_config": {"mask_token_id": self.mask_token_id, "causal": False, "sample_from_anchor": False,
-                                    "target_layer_ids": [layer - 1 for layer in self.tap_layers]}}
+        inner = {"mask_token_id": self.mask_token_id, "causal": False, "sample_from_anchor": False,
+                 "target_layer_ids": [layer - 1 for layer in self.tap_layers]}
+        native = {"architectures": ["DFlashDraftModel"], "block_size": self.block_size,
+                  "draft_vocab_size": rows, "eagle_aux_hidden_state_layer_ids": list(self.tap_layers),
+                  "target_hidden_size": self.head.hidden_size, "dflash_config": inner}
         return Exported(weights, dict(self.geometry), {"speculators": speculators, "native": native})
 
     @classmethod
@@ -257,8 +266,8 @@ class DFlash(Drafter):
         context = DraftContext(exported.geometry, head, inner["mask_token_id"], counts, (), {})
         drafter = cls(context, layers=exported.geometry["num_hidden_layers"], block_size=config["block_size"],
                       anchors=0, tap_layers=taps, draft_vocab_size=config["draft_vocab_size"],
-                      intermediate_size=exported.geometry["intermediate_size"], objective="ce", decay_gamma=1.0,
-                      start_layers=(), loss_chunk=1, attention="reference", seed=0)
+                      intermediate_size=exported.geometry["intermediate_size"], objective="ce",
+                      decay_gamma=1.0, start_layers=(), loss_chunk=1, attention="reference", seed=0)
         drafter.load_state_dict(weights, strict=True)
         if own_head is not None:
             drafter.draft_head = own_head
@@ -271,8 +280,8 @@ def _geometry(config: dict[str, Any], layers: int, intermediate_size: int | None
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = rope.get("rope_theta", config.get("rope_theta"))
     if theta is None:
-        raise ValueError("the target's config.json has no rope_theta, so the draft's positions would be guessed; write "
-                         "rope_parameters into it")
+        raise ValueError("the target's config.json has no rope_theta, so the draft's positions would be "
+                         "guessed; write rope_parameters into it")
     return {"model_type": "qwen3", "hidden_size": config["hidden_size"], "num_hidden_layers": layers,
             "num_attention_heads": heads, "num_key_value_heads": config.get("num_key_value_heads", heads),
             "head_dim": config.get("head_dim") or config["hidden_size"] // heads,

@@ -1,4 +1,5 @@
-"""Parts that several drafters share: norm, rotary positions, gated MLP, all in the layout of a Qwen3/Llama decoder.
+"""Parts that several drafters share: norm, rotary positions, gated MLP, all in the layout of a Qwen3/Llama
+decoder.
 
 Parameter names are those of the exported checkpoints, so `state_dict` needs no renaming.
 """
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32, returned in x's dtype."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32, returned in x's dtype."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -76,6 +77,8 @@ def _scaled_frequencies(kind: str, head_dim: int, parameters: Mapping[str, Any],
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     if kind not in ROPE_INIT_FUNCTIONS:
-        raise ValueError(f"rope_type {kind!r} of the target is not known; known are {sorted(ROPE_INIT_FUNCTIONS)}")
-    config = Qwen3Config(head_dim=head_dim, rope_parameters=dict(parameters), max_position_embeddings=max_positions)
+        raise ValueError(f"rope_type {kind!r} of the target is not known; known are "
+                         f"{sorted(ROPE_INIT_FUNCTIONS)}")
+    config = Qwen3Config(head_dim=head_dim, rope_parameters=dict(parameters),
+                         max_position_embeddings=max_positions)
     return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))

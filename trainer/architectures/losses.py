@@ -1,8 +1,8 @@
 """Losses of single positions and the weights of positions in a block. All in float32, none reduced.
 
-Formulas: hard cross-entropy is DFlash's own loss; forward KL is `sum p (log p - log q)` over the draft vocabulary,
-with both distributions renormalised on it. The fixed decay is `exp(-(k - 1) / gamma)` for slot k >= 1.
-"""
+Formulas: hard cross-entropy is DFlash's own loss; forward KL is `sum p (log p - log q)` over the draft
+vocabulary, with both distributions renormalised on it. The fixed decay is `exp(-(k - 1) / gamma)` for slot k
+>= 1. """
 
 from __future__ import annotations
 

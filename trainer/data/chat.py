@@ -1,9 +1,9 @@
 """Chat template -> token ids and loss mask, from the tokenizer's own template and nothing else.
 
-There is no table of model families. What the server would sample is found by rendering prefixes: the ids of the
-conversation up to an assistant turn *with* the generation prompt are what the server is given, and everything that
-the full rendering adds, up to and including the first end-of-turn id, is what it would sample.
-"""
+There is no table of model families. What the server would sample is found by rendering prefixes: the ids of
+the conversation up to an assistant turn *with* the generation prompt are what the server is given, and
+everything that the full rendering adds, up to and including the first end-of-turn id, is what it would
+sample. """
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Chat:
-    """A tokenizer with a chat template. `template` holds keyword arguments of the template (thinking mode, tools);
-    `end_ids` are the ids at which the server stops."""
+    """A tokenizer with a chat template. `template` holds keyword arguments of the template (thinking mode,
+    tools); `end_ids` are the ids at which the server stops."""
 
     tokenizer: Any
     template: dict[str, Any]
@@ -30,16 +30,17 @@ class Chat:
         import jinja2
 
         if not self.tokenizer.chat_template:
-            raise UserError(f"the tokenizer {self.tokenizer.name_or_path} has no chat template, so the server could "
-                            f"not be asked for a chat; add chat_template.jinja to the target's folder")
+            raise UserError(f"the tokenizer {self.tokenizer.name_or_path} has no chat template, so the "
+                            "server could not be asked for a chat; add chat_template.jinja to the target's "
+                            "folder")
         try:
             return list(self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=generate,
                                                            tokenize=True, return_dict=False, **self.template))
         except (jinja2.TemplateError, TypeError, KeyError) as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
-            raise UserError(f"the chat template of {self.tokenizer.name_or_path} fails to render a conversation with "
-                            f"roles [{roles}]: {error}; mend the template or the row (target.template holds its "
-                            f"arguments)") from error
+            raise UserError(f"the chat template of {self.tokenizer.name_or_path} fails to render a "
+                            f"conversation with roles [{roles}]: {error}; mend the template or the row "
+                            "(target.template holds its arguments)") from error
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         return self.render(messages, generate=True)
@@ -47,9 +48,9 @@ class Chat:
     def supervised(self, messages: Sequence[Message]) -> list[tuple[list[int], list[bool]]]:
         """Rows (ids, loss mask) of a conversation whose answers are given.
 
-        One row when every prefix rendering is a prefix of the whole (then all assistant turns are supervised in it);
-        else one row for each assistant turn, since templates may rewrite history (dropped reasoning, for example).
-        """
+        One row when every prefix rendering is a prefix of the whole (then all assistant turns are supervised
+        in it); else one row for each assistant turn, since templates may rewrite history (dropped reasoning,
+        for example). """
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
             raise UserError("the conversation has no assistant turn, so there is nothing to learn from it")
@@ -61,9 +62,10 @@ class Chat:
             prefix = self.render(messages[:turn], generate=True)
             full = self.render(messages[:turn + 1], generate=False)
             if full[:len(prefix)] != prefix:
-                raise UserError(f"the chat template does not continue its own generation prompt at turn {turn + 1}: "
-                                f"the server would be given {self.tokenizer.decode(prefix)[-60:]!r}, the rendered "
-                                f"answer begins differently; regenerate the answers with responses=regenerate")
+                raise UserError("the chat template does not continue its own generation prompt at turn "
+                                f"{turn + 1}: the server would be given "
+                                f"{self.tokenizer.decode(prefix)[-60:]!r}, the rendered answer begins "
+                                "differently; regenerate the answers with responses=regenerate")
             end = self._end(full, len(prefix))
             rows.append((full[:end], [False] * len(prefix) + [True] * (end - len(prefix))))
             stable = stable and whole[:end] == full[:end]
@@ -74,12 +76,12 @@ class Chat:
         return rows
 
     def _end(self, ids: Sequence[int], start: int) -> int:
-        """One past the first end-of-turn id after `start`; the end of the row when the template writes none."""
+        """One past the first end-of-turn id after `start`; the row's end when the template writes none."""
         return next((index + 1 for index in range(start, len(ids)) if ids[index] in self.end_ids), len(ids))
 
 
 def coloured(tokenizer: Any, tokens: Sequence[int], mask: Sequence[bool]) -> str:
-    """The row as text with rich markup: what is supervised is green. Control characters are shown, not obeyed."""
+    """The row as text with rich markup: what is supervised is green; markup in it is escaped."""
     from rich.markup import escape
 
     parts: list[str] = []

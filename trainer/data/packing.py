@@ -1,8 +1,8 @@
 """Samples -> packed rows of at most `tokens` tokens, in an order that is a pure function of seed and epoch.
 
-Samples are shuffled, then packed first-fit within a window of open rows: nothing is padded, attention and anchors
-never cross a sample (`Batch.document`). Samples longer than a row are refused when the plan is made, not at a step.
-"""
+Samples are shuffled, then packed first-fit within a window of open rows: nothing is padded, attention and
+anchors never cross a sample (`Batch.document`). Samples longer than a row are refused when the plan is made,
+not at a step. """
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def plan_epoch(lengths: Sequence[int], tokens: int, seed: int, epoch: int) -> li
     if longest > tokens:
         raise UserError(f"a sample has {longest} tokens but train.tokens is {tokens}; raise it, or lower "
                         f"responses.sampling.max_new_tokens")
-    order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed_of(seed, "order", epoch)))
+    generator = torch.Generator().manual_seed(seed_of(seed, "order", epoch))
+    order = torch.randperm(len(lengths), generator=generator)
     rows: list[list[int]] = []
     room: list[int] = []
     for index in order.tolist():
@@ -46,15 +47,18 @@ def plan_epoch(lengths: Sequence[int], tokens: int, seed: int, epoch: int) -> li
 
 def collate(samples: Sequence[Sample], states: Sequence[HiddenStates], seed: int, device: str,
             tokens: int | None = None) -> Batch:
-    """One packed row of whole samples, filled up to `tokens` with unsupervised padding of document -1 (a fixed length
-    compiles once; padding is seen by nothing)."""
+    """One packed row of whole samples, filled up to `tokens` with unsupervised padding of document -1 (a
+    fixed length compiles once; padding is seen by nothing)."""
     lengths = [len(sample.tokens) for sample in samples]
     fill = (tokens or sum(lengths)) - sum(lengths)
     assert fill >= 0, f"{sum(lengths)} tokens do not fit into {tokens}"
+    flags = [flag for sample in samples for flag in sample.loss_mask]
+    document = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor(lengths))
     return Batch(
-        tokens=_filled(torch.tensor([token for sample in samples for token in sample.tokens]), fill, 0, device),
-        loss_mask=_filled(torch.tensor([flag for sample in samples for flag in sample.loss_mask]), fill, 0, device),
-        document=_filled(torch.repeat_interleave(torch.arange(len(samples)), torch.tensor(lengths)), fill, -1, device),
+        tokens=_filled(torch.tensor([token for sample in samples for token in sample.tokens]), fill, 0,
+                       device),
+        loss_mask=_filled(torch.tensor(flags), fill, 0, device),
+        document=_filled(document, fill, -1, device),
         position=_filled(torch.cat([torch.arange(length) for length in lengths]), fill, 0, device),
         taps=_filled(torch.cat([state.taps for state in states]), fill, 0, device),
         last=_filled(torch.cat([state.last for state in states]), fill, 0, device),

@@ -1,8 +1,7 @@
 """Stage `prompts`: a source of conversations -> `prompts.jsonl`, each row marked `train` or `heldout`.
 
-Rows are read whole, checked, and refused with file and line; nothing is repaired. A source may bring its own split;
-otherwise `heldout` rows are taken by the hash of their text, so that adding rows moves few others.
-"""
+Rows are read whole, checked, and refused with file and line; nothing is repaired. A source may bring its own
+split; otherwise `heldout` rows are taken by the hash of their text, so that adding rows moves few others. """
 
 from __future__ import annotations
 
@@ -35,8 +34,8 @@ class PromptSource(ABC):
 
 @dataclass(frozen=True)
 class Jsonl(PromptSource):
-    """A JSONL file: `{"turns": ["...", ...]}` or OpenAI `{"messages": [...]}`, optional id, system, category, language,
-    split. Assistant messages become given answers."""
+    """A JSONL file: `{"turns": ["...", ...]}` or OpenAI `{"messages": [...]}`, optional id, system, category,
+    language, split. Assistant messages become given answers."""
 
     path: str
 
@@ -47,21 +46,21 @@ class Jsonl(PromptSource):
         try:
             lines = self.file().read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"prompts.source.path {self.path} cannot be read ({error}); give a UTF-8 JSONL file") \
-                from error
+            raise UserError(f"prompts.source.path {self.path} cannot be read ({error}); give a UTF-8 JSONL "
+                            f"file") from error
         rows = [parse_row(line, f"{self.path}, line {number}", number)
                 for number, line in enumerate(lines, 1) if line.strip()]
         if not rows:
-            raise UserError(f"prompts.source.path {self.path} holds no prompt; give one JSON object a line with "
-                            f'"turns" or "messages"')
+            raise UserError(f"prompts.source.path {self.path} holds no prompt; give one JSON object a line "
+                            f'with "turns" or "messages"')
         return rows
 
     def fingerprint(self) -> str:
         try:
             return hashlib.sha256(self.file().read_bytes()).hexdigest()[:16]
         except OSError as error:
-            raise UserError(f"prompts.source.path {self.path} cannot be read ({error.strerror}); give a JSONL "
-                            f"file") from error
+            raise UserError(f"prompts.source.path {self.path} cannot be read ({error.strerror}); give a "
+                            "JSONL file") from error
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class Builtin(PromptSource):
 
 @dataclass(frozen=True)
 class Datasets(PromptSource):
-    """A data set by name through `datasets`; `column` holds the text of one prompt, or a list of turns or messages."""
+    """A data set by name through `datasets`; `column` holds one text, a list of turns or of messages."""
 
     name: str
     config: str | None
@@ -94,8 +93,8 @@ class Datasets(PromptSource):
         try:
             table = load_dataset(self.name, self.config, split=self.split, revision=self.revision)
         except (OSError, ValueError, ConnectionError) as error:
-            raise UserError(f"prompts.source.name {self.name} (split {self.split}) cannot be loaded: {error}; check "
-                            f"the name, the split, the revision and the network") from error
+            raise UserError(f"prompts.source.name {self.name} (split {self.split}) cannot be loaded: "
+                            f"{error}; check the name, the split, the revision and the network") from error
         if self.column not in table.column_names:
             raise UserError(f"prompts.source.column {self.column} is not in {self.name}; it has "
                             f"{', '.join(table.column_names)}")
@@ -108,8 +107,8 @@ class Datasets(PromptSource):
 
 @dataclass(frozen=True)
 class Prompts(Stage):
-    """`limit` takes the first rows of the training part (null: all); `heldout` rows are kept from training, of which
-    as many must exist."""
+    """`limit` takes the first rows of the training part (null: all); `heldout` rows are kept from training,
+    of which as many must exist."""
 
     source: PromptSource
     limit: int | None
@@ -126,8 +125,8 @@ class Prompts(Stage):
         train, heldout = split(rows, self.heldout)
         train = train[:self.limit]
         if not train:
-            raise UserError(f"prompts.heldout={self.heldout} leaves nothing to train on: the source has {len(rows)} "
-                            f"different prompts; lower it")
+            raise UserError(f"prompts.heldout={self.heldout} leaves nothing to train on: the source has "
+                            f"{len(rows)} different prompts; lower it")
         with (out / "prompts.jsonl").open("w", encoding="utf-8") as file:
             for name, part in (("train", train), ("heldout", heldout)):
                 for prompt in part:
@@ -159,7 +158,7 @@ def split(rows: list[Row], heldout: int) -> tuple[list[Prompt], list[Prompt]]:
 
 
 def _spread(prompts: list[Prompt], count: int) -> list[Prompt]:
-    """`count` prompts, taken in turn from the categories, so that a small held-out part still has all of them."""
+    """`count` prompts, taken in turn from the categories, so that few of them still have all."""
     groups: dict[tuple[str, str], list[Prompt]] = {}
     for prompt in prompts:
         groups.setdefault((prompt.category, prompt.language), []).append(prompt)
@@ -174,8 +173,8 @@ def parse_row(line: str, where: str, number: int) -> Row:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not valid JSON ({error.msg} at column {error.colno}); write one JSON object a "
-                        f"line") from error
+        raise UserError(f"{where}: not valid JSON ({error.msg} at column {error.colno}); write one JSON "
+                        "object a line") from error
     return parse_object(row, where, number)
 
 
@@ -188,8 +187,10 @@ def parse_object(row: Any, where: str, number: int) -> Row:
         system, turns, answers = _from_messages(row["messages"], where)
     else:
         turns = row["turns"]
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
-        raise UserError(f'{where}: "turns" must be a list of texts that are not empty, found {str(turns)[:60]}')
+    if not isinstance(turns, list) or not turns \
+            or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        raise UserError(f'{where}: "turns" must be a list of texts that are not empty, found '
+                        f'{str(turns)[:60]}')
     name = row.get("split")
     if name not in (None, "train", "heldout"):
         raise UserError(f'{where}: "split" must be "train" or "heldout", found {name!r}')
@@ -199,7 +200,7 @@ def parse_object(row: Any, where: str, number: int) -> Row:
 
 
 def _from_messages(messages: Any, where: str) -> tuple[str | None, list[str], list[str]]:
-    """OpenAI messages -> system text, user turns, given answers. Turns must alternate, beginning with the user."""
+    """OpenAI messages -> system text, user turns, given answers. User and assistant alternate."""
     if not isinstance(messages, list) or not all(isinstance(m, dict) and isinstance(m.get("content"), str)
                                                  for m in messages):
         raise UserError(f'{where}: "messages" must be a list of objects with "role" and a text "content"')
@@ -208,8 +209,8 @@ def _from_messages(messages: Any, where: str) -> tuple[str | None, list[str], li
     for index, message in enumerate(rest):
         expected = "assistant" if index % 2 else "user"
         if message["role"] != expected:
-            raise UserError(f'{where}: message {index + 1} has role {message["role"]!r}, expected {expected!r}; user '
-                            f"and assistant must alternate")
+            raise UserError(f'{where}: message {index + 1} has role {message["role"]!r}, expected '
+                            f"{expected!r}; user and assistant must alternate")
     return system, [m["content"] for m in rest[::2]], [m["content"] for m in rest[1::2]]
 
 

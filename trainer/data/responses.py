@@ -1,8 +1,9 @@
-"""Stage `responses`: the exact target answers every prompt -> `responses.jsonl`, one row for each assistant turn.
+"""Stage `responses`: the exact target answers every prompt -> `responses.jsonl`, one row for each assistant
+turn.
 
-Token ids are stored as the engine returned them and never tokenised again. Prompts are answered in groups whose
-make-up depends on the data alone, and a group is appended whole, so that a killed run goes on with the next group and
-ends with the same bytes as an unbroken one. Later turns see the target's own earlier answers.
+Token ids are stored as the engine returned them and never tokenised again. Prompts are answered in groups
+whose make-up depends on the data alone, and a group is appended whole, so that a killed run goes on with the
+next group and ends with the same bytes as an unbroken one. Later turns see the target's own earlier answers.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class Regenerate(Stage):
                         rows = self._answer(engine, group)
                         writer.append(rows)
                         tokens = sum(len(row["tokens"]) for row in rows)
-                        bar.advance(len(rows), **{"tokens/s": tokens / rows[0]["seconds"],
-                                                  "cut": sum(row["finish_reason"] == "length" for row in rows)})
+                        cut = sum(row["finish_reason"] == "length" for row in rows)
+                        bar.advance(len(rows), **{"tokens/s": tokens / rows[0]["seconds"], "cut": cut})
         return describe(list(writer.rows.values()), chat, sorted(dropped))
 
     def _too_long(self, chat: Chat, prompts: list[tuple[Prompt, str]]) -> set[str]:
@@ -68,13 +69,13 @@ class Regenerate(Stage):
             length = len(chat.prompt(messages_of(prompt, [])))
             if length >= self.engine.max_length:
                 if self.too_long == "error":
-                    raise UserError(f"prompt {prompt.id} has {length} tokens, which leaves no room for an answer within "
-                                    f"engine.max_length={self.engine.max_length}; raise it, or leave such prompts out "
-                                    f"with responses.too_long=drop")
+                    raise UserError(f"prompt {prompt.id} has {length} tokens, which leaves no room for an "
+                                    f"answer within engine.max_length={self.engine.max_length}; raise it, or "
+                                    "leave such prompts out with responses.too_long=drop")
                 dropped.add(prompt.id)
         if len(dropped) == len(prompts):
-            raise UserError(f"all {len(prompts)} prompts are longer than engine.max_length={self.engine.max_length}; "
-                            f"raise it")
+            raise UserError(f"all {len(prompts)} prompts are longer than "
+                            f"engine.max_length={self.engine.max_length}; raise it")
         return dropped
 
     def _groups(self, chat: Chat, prompts: list[tuple[Prompt, str]], turn: int, done: dict[str, Row],
@@ -84,11 +85,11 @@ class Regenerate(Stage):
         for prompt, name in prompts:
             if turn >= len(prompt.turns):
                 continue
-            answers = [chat.tokenizer.decode(done[f"{prompt.id}#{earlier}"]["tokens"], skip_special_tokens=True)
-                       for earlier in range(turn)]
+            answered = [done[f"{prompt.id}#{earlier}"]["tokens"] for earlier in range(turn)]
+            answers = [chat.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in answered]
             ids = chat.prompt(messages_of(prompt, answers))
             if len(ids) >= self.engine.max_length:
-                continue  # only a later turn can get here: the history outgrew the limit, its earlier turns stay
+                continue  # only a later turn gets here: the history outgrew the limit, its earlier turns stay
             questions.append({"id": f"{prompt.id}#{turn}", "split": name, "category": prompt.category,
                               "language": prompt.language, "prompt": ids})
         questions.sort(key=lambda row: (-len(row["prompt"]), row["id"]))
@@ -96,14 +97,15 @@ class Regenerate(Stage):
             yield questions[start:start + size]
 
     def _answer(self, engine: TargetEngine, group: list[Row]) -> list[Row]:
-        answers = engine.generate([row["prompt"] for row in group], [row["id"] for row in group], self.sampling)
+        prompts, keys = [row["prompt"] for row in group], [row["id"] for row in group]
+        answers = engine.generate(prompts, keys, self.sampling)
         return [{**row, "tokens": list(answer.tokens), "finish_reason": answer.finish_reason,
                  "seconds": round(answer.seconds, 3)} for row, answer in zip(group, answers, strict=True)]
 
 
 @dataclass(frozen=True)
 class AsGiven(Stage):
-    """Keeps the answers that the data brings (off-policy); the mask comes from prefix renderings of the template."""
+    """Keeps the answers that the data brings (off-policy); the mask comes from the chat template."""
 
     target: Target
     max_length: int
@@ -120,8 +122,9 @@ class AsGiven(Stage):
         dropped = []
         for prompt, name in read_prompts(inputs["prompts"]):
             if len(prompt.answers) < len(prompt.turns):
-                raise UserError(f"prompt {prompt.id} has {len(prompt.turns)} turns but {len(prompt.answers)} answers; "
-                                f"responses=as_given needs an answer to each, or use responses=regenerate")
+                raise UserError(f"prompt {prompt.id} has {len(prompt.turns)} turns but {len(prompt.answers)} "
+                                "answers; responses=as_given needs an answer to each, or use "
+                                "responses=regenerate")
             for number, (ids, mask) in enumerate(chat.supervised(messages_of(prompt, list(prompt.answers)))):
                 if len(ids) > self.max_length:
                     dropped.append(prompt.id)
@@ -186,21 +189,22 @@ def read_samples(folder: Path, split: str) -> list[Sample]:
             row = json.loads(line)
             if row["split"] == split:
                 mask = row.get("mask") or [False] * len(row["prompt"]) + [True] * len(row["tokens"])
-                samples.append(Sample(row["id"], tuple(row["prompt"] + row["tokens"]), tuple(mask), row["category"],
-                                      row["finish_reason"]))
+                samples.append(Sample(row["id"], tuple(row["prompt"] + row["tokens"]), tuple(mask),
+                                      row["category"], row["finish_reason"]))
     return sorted(samples, key=lambda sample: sample.id)
 
 
 def describe(rows: list[Row], chat: Chat, dropped: list[str]) -> dict[str, Any]:
-    """The numbers of the stage's record; prints the supervised share and one row, and refuses an empty mask."""
+    """The numbers of the stage's record; prints the supervised share and one row; refuses an empty mask."""
     cut = [row["id"] for row in rows if row["finish_reason"] == "length"]
-    masks = {row["id"]: row.get("mask") or [False] * len(row["prompt"]) + [True] * len(row["tokens"]) for row in rows}
+    masks = {row["id"]: row.get("mask") or [False] * len(row["prompt"]) + [True] * len(row["tokens"])
+             for row in rows}
     empty = [row["id"] for row in rows if len(row["tokens"]) - (row["finish_reason"] == "stop") <= 0]
     tokens, supervised = sum(map(len, masks.values())), sum(map(sum, masks.values()))
     shown = next((row for row in rows if row["id"] not in empty), None)
     if not supervised or shown is None:
-        raise UserError(f"none of the {tokens} tokens in {len(rows)} rows is supervised: no answer was found after the "
-                        f"generation prompt; look at the template of {chat.tokenizer.name_or_path}")
+        raise UserError(f"none of the {tokens} tokens in {len(rows)} rows is supervised: no answer was found "
+                        f"after the generation prompt; look at the template of {chat.tokenizer.name_or_path}")
     from rich import print as rich_print
 
     rich_print(f"[dim]{shown['id']}, supervised tokens in[/] [bold green]green[/]:")
@@ -209,7 +213,8 @@ def describe(rows: list[Row], chat: Chat, dropped: list[str]) -> dict[str, Any]:
           f"{len(cut)} cut by the limit, {len(empty)} empty, {len(dropped)} dropped")
     return {"rows": len(rows), "tokens": tokens, "supervised": supervised,
             "supervised_share": round(supervised / tokens, 4), "cut": len(cut), "cut_ids": cut[:20],
-            "empty": len(empty), "empty_ids": empty[:20], "dropped": len(dropped), "dropped_ids": dropped[:20],
+            "empty": len(empty), "empty_ids": empty[:20],
+            "dropped": len(dropped), "dropped_ids": dropped[:20],
             "splits": dict(Counter(row["split"] for row in rows)),
             "categories": dict(Counter(row["category"] for row in rows)),
             "mean_answer_tokens": round(supervised / len(rows), 1)}

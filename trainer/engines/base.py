@@ -21,7 +21,8 @@ class Session(ABC):
 
     @abstractmethod
     def step(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Reads `tokens` after what was read before; returns logits [n, V] float32 and taps [n, layers * hidden]."""
+        """Reads `tokens` after what was read before; returns logits [n, V] float32 and taps
+        [n, layers * hidden]."""
 
     @abstractmethod
     def rewind(self, length: int) -> None:
@@ -34,8 +35,8 @@ class TargetEngine(ABC):
     @property
     @abstractmethod
     def group(self) -> int:
-        """How many requests are handed over at once. A group is answered as one unit: what is in it decides the
-        numerics, so groups are formed from the order of the data alone and never from what was done before."""
+        """How many requests are handed over at once. A group is answered as one unit: what is in it decides
+        the numerics, so groups are formed from the data alone, never from what was done before."""
 
     @property
     @abstractmethod
@@ -49,10 +50,11 @@ class TargetEngine(ABC):
     @abstractmethod
     def generate(self, prompts: Sequence[Sequence[int]], keys: Sequence[str],
                  sampling: Sampling) -> list[Completion]:
-        """Answers one group of prompts, in order. `keys` seed the sampling of each prompt, independent of the rest."""
+        """Answers one group of prompts, in order. `keys` seed each prompt's sampling, apart from the rest."""
 
     @abstractmethod
-    def hidden_states(self, rows: Sequence[Sequence[int]], tap_layers: Sequence[int]) -> Iterator[HiddenStates]:
+    def hidden_states(self, rows: Sequence[Sequence[int]],
+                      tap_layers: Sequence[int]) -> Iterator[HiddenStates]:
         """Hidden states of every token of every row, in order, in the engine's dtype, on the CPU."""
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """A key/value cache that grows in place by blocks, for batched decoding with rows that leave early.
 
-The stock dynamic cache copies everything for each new token; at 96 rows on a CPU that costs a third of the step.
-"""
+The stock dynamic cache copies everything for each new token; at 96 rows on a CPU that costs a third of the
+step. """
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class GrowingLayer(DynamicLayer):
 
     used = 0
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any,
+               **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         end = self.used + key_states.shape[-2]

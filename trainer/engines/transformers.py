@@ -1,12 +1,13 @@
 """The reference engine: the target in this process through transformers, slow and exact.
 
-A group of prompts is decoded together, left-padded, until its last answer ends; finished rows leave the batch, so
-the cost follows the answers. The same group always gives the same bits, which is why a killed run can go on.
-"""
+A group of prompts is decoded together, left-padded, until its last answer ends; finished rows leave the
+batch, so the cost follows the answers. The same group always gives the same bits, which is why a killed run
+can go on. """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from trainer.records import Completion, HiddenStates, Sampling
 
 
 class TransformersEngine(TargetEngine):
-    """`dtype` of weights and activations; `batch` rows are decoded together, `prefill_tokens` bounds a forward pass."""
+    """`dtype` of weights and activations; `batch` rows decode together; `prefill_tokens` bounds a pass."""
 
     def __init__(self, dtype: str, batch: int, prefill_tokens: int, max_length: int, trust_remote_code: bool,
                  runtime: dict[str, Any]) -> None:
@@ -51,7 +52,9 @@ class TransformersEngine(TargetEngine):
 
     def __enter__(self) -> Self:
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()  # the stage has its own
         assert self.folder is not None, "load() comes before the with statement"
         self.model = AutoModelForCausalLM.from_pretrained(
             self.folder, dtype=self.dtype, trust_remote_code=self.trust_remote_code).to(self.device).eval()
@@ -90,15 +93,16 @@ class TransformersEngine(TargetEngine):
                 cache.select(index)
             position = position + 1
             mask = torch.cat([mask, mask.new_ones(len(alive), 1)], dim=1)
-            logits = self.model(input_ids=picked[:, None], attention_mask=mask, position_ids=position[:, None],
-                                past_key_values=cache, logits_to_keep=1).logits[:, -1]
+            logits = self.model(input_ids=picked[:, None], attention_mask=mask,
+                                position_ids=position[:, None], **{cache_argument(self.model): cache},
+                                logits_to_keep=1).logits[:, -1]
         seconds = time.perf_counter() - start
         return [Completion(tuple(answer), reason, seconds)
                 for answer, reason in zip(answers, reasons, strict=True)]
 
     def _prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Any, Tensor, Tensor]:
-        """Runs all prompts, left-padded to the longest; returns next-token logits [B, V], cache, mask [B, T] and the
-        position of each row's last token [B]."""
+        """Runs all prompts, left-padded to the longest; returns next-token logits [B, V], cache, mask [B, T]
+        and the position of each row's last token [B]."""
         width = max(map(len, prompts))
         ids = torch.zeros(len(prompts), width, dtype=torch.long)
         mask = torch.zeros(len(prompts), width, dtype=torch.long)
@@ -108,20 +112,21 @@ class TransformersEngine(TargetEngine):
         ids, mask = ids.to(self.device), mask.to(self.device)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         cache = growing_cache(self.model.config)
-        logits = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache,
+        logits = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, **{cache_argument(self.model): cache},
                             logits_to_keep=1).logits[:, -1]
         return logits, cache, mask, positions[:, -1]
 
     def _check_lengths(self, rows: Sequence[Sequence[int]]) -> None:
         longest = max(map(len, rows))
         if longest >= self.max_length:
-            raise UserError(f"a row has {longest} tokens but engine.max_length is {self.max_length}; raise it or "
-                            f"leave the row out")
+            raise UserError(f"a row has {longest} tokens but engine.max_length is {self.max_length}; raise "
+                            "it or leave the row out")
 
     @torch.inference_mode()
-    def hidden_states(self, rows: Sequence[Sequence[int]], tap_layers: Sequence[int]) -> Iterator[HiddenStates]:
-        """Rows are taken in order, as many together as fit in `prefill_tokens`, right-padded (causal attention keeps
-        padding out of every real position)."""
+    def hidden_states(self, rows: Sequence[Sequence[int]],
+                      tap_layers: Sequence[int]) -> Iterator[HiddenStates]:
+        """Rows are taken in order, as many together as fit in `prefill_tokens`, right-padded (causal
+        attention keeps padding out of every real position)."""
         start = 0
         while start < len(rows):
             end, width = start, 0
@@ -136,7 +141,8 @@ class TransformersEngine(TargetEngine):
     def session(self, tap_layers: Sequence[int]) -> Session:
         return TransformersSession(self.model, tap_layers, self.device)
 
-    def _states_together(self, rows: Sequence[Sequence[int]], tap_layers: Sequence[int]) -> Iterator[HiddenStates]:
+    def _states_together(self, rows: Sequence[Sequence[int]],
+                         tap_layers: Sequence[int]) -> Iterator[HiddenStates]:
         width = max(map(len, rows))
         ids = torch.zeros(len(rows), width, dtype=torch.long)
         for number, row in enumerate(rows):
@@ -147,9 +153,11 @@ class TransformersEngine(TargetEngine):
 
 
 def capture(model: Any, ids: Tensor, tap_layers: Sequence[int], **arguments: Any) -> tuple[Tensor, Tensor]:
-    """Runs the decoder on `ids` [B, T] and returns taps [B, T, layers * hidden] and the last state [B, T, hidden].
+    """Runs the decoder on `ids` [B, T] and returns taps [B, T, layers * hidden] and the last state [B, T,
+    hidden].
 
-    transformers reports the *normed* state at index N, so the last one is taken at the input of the final norm.
+    transformers reports the *normed* state at index N, so the last one is taken where the
+    final norm reads it.
     """
     decoder = model.get_decoder()
     last: list[Tensor] = []
@@ -176,8 +184,8 @@ class TransformersSession(Session):
     def step(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
         ids = torch.tensor([list(tokens)], device=self.device)
         positions = torch.arange(self.length, self.length + len(tokens), device=self.device)[None]
-        taps, last = capture(self.model, ids, self.tap_layers, past_key_values=self.cache, position_ids=positions,
-                             use_cache=True)
+        taps, last = capture(self.model, ids, self.tap_layers, **{cache_argument(self.model.get_decoder()): self.cache},
+                             position_ids=positions, use_cache=True)
         self.length += len(tokens)
         logits = self.model.lm_head(self.model.get_decoder().norm(last))
         return logits[0].float(), taps[0]
@@ -188,13 +196,19 @@ class TransformersSession(Session):
             self.length = length
 
 
+def cache_argument(model: Any) -> str:
+    """The name under which this release of transformers takes a key/value cache."""
+    names = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in names else "past_key_values"
+
+
 def _generator(seed: int, key: str) -> torch.Generator:
     number = int.from_bytes(hashlib.sha256(f"{seed}:{key}".encode()).digest()[:8], "little") >> 1
     return torch.Generator().manual_seed(number)
 
 
 def _pick(logits: Tensor, sampling: Sampling, generators: list[torch.Generator]) -> Tensor:
-    """Next token of every row, [B] int64: the argmax, or a draw from the temperature- and top-p-filtered distribution."""
+    """Next token of every row, [B] int64: the argmax, or a draw after temperature and top-p."""
     if sampling.temperature == 0:
         return logits.argmax(dim=-1)
     scaled = logits.float() / sampling.temperature

@@ -1,8 +1,8 @@
 """Draft, verify, accept: greedy speculative decoding in this process, for any drafter.
 
-It walks as vLLM does (`v1/spec_decode`): the first token comes from the prompt alone, then every step drafts K tokens
-after the newest one, and the counts take a whole step's acceptances even when the answer ends within it.
-"""
+It walks as vLLM does (`v1/spec_decode`): the first token comes from the prompt alone, then every step drafts
+K tokens after the newest one, and the counts take a whole step's acceptances even when the answer ends within
+it. """
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Decoded:
 
 def decode(engine: TargetEngine, drafter: Drafter, prompt: Sequence[int], k: int, max_new_tokens: int,
            end_ids: Sequence[int]) -> Decoded:
-    """Answers `prompt` greedily with drafts of `k` tokens; the text is the target's own, whatever the drafter says."""
+    """Answers `prompt` greedily with drafts of `k` tokens; the text is the target's, whatever the draft."""
     session = engine.session(drafter.tap_layers)
     logits, taps = session.step(prompt)
     context = drafter.extend(drafter.new_context(), taps)

@@ -1,9 +1,9 @@
-"""Stage `evaluate`: real draft-and-verify decoding of held-out prompts, in this process and on a real vLLM server.
+"""Stage `evaluate`: real draft-and-verify decoding of held-out prompts, in this process and on a real vLLM
+server.
 
-Both read the *exported* folder. In this process the target runs in float32; the server is asked with and without the
-drafter for the same prompts, greedily, one draft length after the other. What must agree is a gate: the accepted
-length of both walks, and the text with and without the drafter.
-"""
+Both read the *exported* folder. In this process the target runs in float32; the server is asked with and
+without the drafter for the same prompts, greedily, one draft length after the other. What must agree is a
+gate: the accepted length of both walks, and the text with and without the drafter. """
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ Question = tuple[str, str, list[int]]  # id, category, prompt ids
 
 @dataclass(frozen=True)
 class Evaluate(Stage):
-    """`prompts` held-out prompts, the draft lengths `k` (the first is the one that the gates judge), `users` at a time.
-    `server` null measures in this process only."""
+    """`prompts` held-out prompts, the draft lengths `k` (the first is the one that the gates judge), `users`
+    at a time. `server` null measures in this process only."""
 
     target: Target
     drafter: MakeDrafter
@@ -64,21 +64,23 @@ class Evaluate(Stage):
         facts = json.loads((inputs["export"] / "export.json").read_text())
         too_long = [k for k in self.k if not 1 <= k <= facts["max_k"]]
         if too_long:
-            raise UserError(f"evaluate.k={too_long[0]} must lie between 1 and {facts['max_k']}, the longest draft that this "
-                            f"drafter was trained for (max_k)")
+            raise UserError(f"evaluate.k={too_long[0]} must lie between 1 and {facts['max_k']}, the longest "
+                            "draft that this drafter was trained for (max_k)")
         head = load_target_head(self.target.folder, self.target.config)
         drafter = self.drafter.func.restore(choose(self.format).read(folder), self.format, head)
         questions = self._questions(inputs["prompts"])
-        base = {"model": self.target.name, "method": facts["method"], "users": self.users, "dtype": self.dtype,
-                "prompts": len(questions)}
+        base = {"model": self.target.name, "method": facts["method"], "users": self.users,
+                "dtype": self.dtype, "prompts": len(questions)}
         found, gates = self._in_process(drafter, questions, base, out)
         if self.server is not None:
-            served, more = self._served(folder, facts["method"], questions, base, found[0]["mean_accepted_length"], out)
+            served, more = self._served(folder, facts["method"], questions, base,
+                                        found[0]["mean_accepted_length"], out)
             found, gates = found + served, gates + more
         (out / "rows.json").write_text(json.dumps(found, indent=1) + "\n")
         best = max(found, key=lambda row: (row["engine"] == "vllm", row["speedup"] or 0))
-        return {"gates": require(gates), "accepted_length": best["mean_accepted_length"], "speedup": best["speedup"],
-                "k": best["num_speculative_tokens"], "lossless": all(row["lossless"] for row in found)}
+        return {"gates": require(gates), "accepted_length": best["mean_accepted_length"],
+                "speedup": best["speedup"], "k": best["num_speculative_tokens"],
+                "lossless": all(row["lossless"] for row in found)}
 
     def _questions(self, folder: Path) -> list[Question]:
         chat = Chat(self.target.tokenizer, self.target.template, self.target.end_ids)
@@ -99,7 +101,8 @@ class Evaluate(Stage):
                 whole, groups, same = Counts(), {}, 0
                 with Progress(f"evaluate in process, K={k}", total=len(questions), unit="prompts") as bar:
                     for (_, category, prompt), expected in zip(questions, plain, strict=True):
-                        decoded = decode(engine, drafter, prompt, k, self.sampling.max_new_tokens, self.target.end_ids)
+                        decoded = decode(engine, drafter, prompt, k, self.sampling.max_new_tokens,
+                                         self.target.end_ids)
                         same += decoded.tokens == expected.tokens
                         whole.add(decoded.counts)
                         groups.setdefault(category, Counts()).add(decoded.counts)
@@ -109,11 +112,12 @@ class Evaluate(Stage):
                 if k == self.k[0]:
                     slices = [rows.in_process(base, f"heldout/{name}", k, counts, same == len(questions))
                               for name, counts in sorted(groups.items())]
-        return found + slices, [Gate("in_process_lossless", differing, 0, "<=", "the text changes with the drafter in this "
-                                     "process: verification or the rewind of the target's cache is wrong")]
+        return found + slices, [
+            Gate("in_process_lossless", differing, 0, "<=", "the text changes with the drafter in this "
+                 "process: verification or the rewind of the target's cache is wrong")]
 
-    def _served(self, folder: Path, method: str, questions: list[Question], base: dict[str, Any], expected: float,
-                out: Path) -> tuple[list[dict[str, Any]], list[Gate]]:
+    def _served(self, folder: Path, method: str, questions: list[Question], base: dict[str, Any],
+                expected: float, out: Path) -> tuple[list[dict[str, Any]], list[Gate]]:
         plain = self._measure(None, None, None, questions, out / "vllm-plain.log")
         found, differing = [], 0
         for k in self.k:
@@ -123,17 +127,21 @@ class Evaluate(Stage):
             found.append(rows.served(base, k, plain, drafted, result.lossless))
         gap = abs(found[0]["mean_accepted_length"] / expected - 1)
         return found, [
-            Gate("served_accepted_length_gap", gap, self.agreement, "<=", "the server accepts another number of tokens than "
-                 "this process from the same folder: layer ids, mask token, rope or causality are read differently"),
-            Gate("served_lossless", differing, 0, "<=", "the server's text changes with the drafter: its verification or "
-                 "attention for several query rows is wrong (compare in float32, other attention backends)")]
+            Gate("served_accepted_length_gap", gap, self.agreement, "<=", "the server accepts another "
+                 "number of tokens than this process from the same folder: layer ids, mask token, rope or "
+                 "causality are read differently"),
+            Gate("served_lossless", differing, 0, "<=", "the server's text changes with the drafter: its "
+                 "verification or attention for several query rows is wrong (compare in float32, other "
+                 "attention backends)")]
 
     def _measure(self, folder: Path | None, method: str | None, k: int | None, questions: list[Question],
                  log: Path) -> Measurement:
         what = "evaluate on vLLM, plain" if k is None else f"evaluate on vLLM, K={k}"
         print(f"{what}: starting the server")
-        with replace(self.server, dtype=self.dtype).serve(self.target.folder, log, folder, method, k) as server:
-            result = measure(server, [prompt for _, _, prompt in questions], self.sampling, self.users, self.warmup)
+        prompts = [prompt for _, _, prompt in questions]
+        described = replace(self.server, dtype=self.dtype)
+        with described.serve(self.target.folder, log, folder, method, k) as server:
+            result = measure(server, prompts, self.sampling, self.users, self.warmup)
         print(f"{what}: {result.tok_s:.1f} tokens/s, accepted length {result.mean_accepted_length:.3f}")
         return result
 
@@ -143,5 +151,6 @@ def _plain(engine: TargetEngine, questions: list[Question], sampling: Sampling) 
     answers: list[Completion] = []
     for start in range(0, len(questions), engine.group):
         group = questions[start:start + engine.group]
-        answers += engine.generate([prompt for _, _, prompt in group], [name for name, _, _ in group], sampling)
+        answers += engine.generate([prompt for _, _, prompt in group], [name for name, _, _ in group],
+                                   sampling)
     return answers

@@ -21,14 +21,16 @@ def serve_commands(form: str, method: str, folder: Path, target: str, k: int) ->
 def model_card(facts: dict[str, Any], commands: dict[str, str], target_name: str) -> str:
     lines = ["---", "tags:", "- speculative-decoding", f"- {facts['method']}", "---", "",
              f"# A {facts['method']} speculator for {target_name}", "",
-             "A drafter for speculative decoding: the target's text stays as it is, it only comes faster.", "",
+             "A drafter for speculative decoding: the target's text stays as it is, it only comes faster.",
+             "",
              "| | |", "| --- | --- |",
              f"| target | `{facts['target']}` |", f"| target identity | `{facts['target_identity']}` |",
-             f"| chat template hash | `{facts['template_hash']}` |", f"| longest draft (max K) | {facts['max_k']} |",
-             f"| default draft (K) | {facts['default_k']} |", f"| trained modes | {', '.join(facts['trained_modes'])} |",
+             f"| chat template hash | `{facts['template_hash']}` |",
+             f"| longest draft (max K) | {facts['max_k']} |", f"| default draft (K) | {facts['default_k']} |",
+             f"| trained modes | {', '.join(facts['trained_modes'])} |",
              "", "## Serve", ""]
     for name, command in commands.items():
         lines += [f"{name}:", "", "```bash", command, "```", ""]
-    lines += ["A `num_speculative_tokens` above the longest draft is not refused by every server, and drafts beyond it are "
-              "noise.", "", "Trained with Speculator Trainer.", ""]
+    lines += ["A `num_speculative_tokens` above the longest draft is not refused by every server, and "
+              "drafts beyond it are noise.", "", "Trained with Speculator Trainer.", ""]
     return "\n".join(lines)

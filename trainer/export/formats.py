@@ -1,7 +1,8 @@
-"""Folder formats of a speculator: one `config.json` and one `model.safetensors`, written field by field and read back.
+"""Folder formats of a speculator: one `config.json` and one `model.safetensors`, written field by field and
+read back.
 
-`speculators` is what `vllm serve <folder>` takes alone (it names its target); `native` is the layout of the method's
-authors, served beside the target with `--speculative-config`. Neither copies the target's config.
+`speculators` is what `vllm serve <folder>` takes alone (it names its target); `native` is the layout of the
+method's authors, served beside the target with `--speculative-config`. Neither copies the target's config.
 """
 
 from __future__ import annotations
@@ -53,9 +54,10 @@ class Format(ABC):
             geometry, keys = self.parse(json.loads((folder / "config.json").read_text()))
             weights = load_file(folder / "model.safetensors")
         except (OSError, json.JSONDecodeError, KeyError, SafetensorError) as error:
-            raise UserError(f"{folder} is not a readable {self.name} speculator ({type(error).__name__}: {error}); "
-                            f"export it again") from error
-        weights = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
+            raise UserError(f"{folder} is not a readable {self.name} speculator ({type(error).__name__}: "
+                            f"{error}); export it again") from error
+        weights = {name: tensor.float() if tensor.is_floating_point() else tensor
+                   for name, tensor in weights.items()}
         return Exported(weights, geometry, {self.name: keys})
 
 
@@ -67,7 +69,8 @@ class Speculators(Format):
         proposal = {"proposal_type": "greedy", "speculative_tokens": serving.default_k}
         verifier = {"name_or_path": serving.target, "architectures": serving.target_architectures}
         return {**own, "transformer_layer_config": exported.geometry, "tie_word_embeddings": False,
-                "speculators_config": {"algorithm": own["speculators_model_type"], "default_proposal_method": "greedy",
+                "speculators_config": {"algorithm": own["speculators_model_type"],
+                                       "default_proposal_method": "greedy",
                                        "proposal_methods": [proposal], "verifier": verifier}}
 
     def parse(self, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,8 +1,7 @@
 """Stage `export`: trained weights -> folders that a server loads as they are, each read back and compared.
 
-The gate rebuilds a drafter from the folder alone (its config.json and tensors, no settings of the run) and compares
-its logits with the trainer's own, the trained weights rounded to the exported dtype.
-"""
+The gate rebuilds a drafter from the folder alone (its config.json and tensors, no settings of the run) and
+compares its logits with the trainer's own, the trained weights rounded to the exported dtype. """
 
 from __future__ import annotations
 
@@ -28,8 +27,8 @@ from trainer.training.build import MakeDrafter, load_trained
 
 @dataclass(frozen=True)
 class Export(Stage):
-    """`default_k` is what a server drafts unless told otherwise; `target_name` is written as the target to serve with
-    (null: its folder)."""
+    """`default_k` is what a server drafts unless told otherwise; `target_name` is written as the target to
+    serve with (null: its folder)."""
 
     target: Target
     drafter: MakeDrafter
@@ -52,20 +51,22 @@ class Export(Stage):
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
         drafter = load_trained(self.drafter, self.target, inputs["train"])
         if not 1 <= self.default_k <= drafter.max_k:
-            raise UserError(f"export.default_k={self.default_k} must lie between 1 and {drafter.max_k}, the longest draft "
-                            f"that this drafter was trained for")
+            raise UserError(f"export.default_k={self.default_k} must lie between 1 and {drafter.max_k}, the "
+                            "longest draft that this drafter was trained for")
         dtype = getattr(torch, self.dtype)
         exported = drafter.export()
         name = self.target_name or str(self.target.folder)
-        serving = Serving(name, self.target.config.get("architectures") or self._architectures(), self.default_k)
-        facts = {"method": drafter.method, "max_k": drafter.max_k, "default_k": self.default_k, "target": name,
-                 "target_identity": self.target.identity, "template_hash": self.target.template_hash,
-                 "trained_modes": self.trained_modes, "formats": self.formats}
+        serving = Serving(name, self.target.config.get("architectures") or self._architectures(),
+                          self.default_k)
+        facts = {"method": drafter.method, "max_k": drafter.max_k, "default_k": self.default_k,
+                 "target": name, "target_identity": self.target.identity,
+                 "template_hash": self.target.template_hash, "trained_modes": self.trained_modes,
+                 "formats": self.formats}
         for form in self.formats:
             choose(form).write(out / form, exported, serving, dtype)
             (out / form / "speculator.json").write_text(json.dumps(facts, indent=1) + "\n")
         gates = require(self._gates(drafter, inputs, out, dtype))
-        final = out.with_name(out.name.removesuffix(".partial"))  # where the folder will lie once it is finished
+        final = out.with_name(out.name.removesuffix(".partial"))  # where the folder will lie when finished
         commands = {form: serve_commands(form, drafter.method, final / form, name, self.default_k)
                     for form in self.formats}
         for form in self.formats:
@@ -93,16 +94,16 @@ class Export(Stage):
             again = type(drafter).restore(choose(form).read(out / form), form, head)
             worst = max(_difference(rounded, again, sample.tokens, taps) for sample, taps in probes)
             gates.append(Gate(f"readback_{form}", worst, 1e-4, "<=",
-                              "the exported folder does not describe the trained drafter: a config key (rope, head_dim, "
-                              "layer ids, mask token) or a tensor differs"))
+                              "the exported folder does not describe the trained drafter: a config key "
+                              "(rope, head_dim, layer ids, mask token) or a tensor differs"))
         return gates
 
 
 def _difference(one: Drafter, other: Drafter, tokens: tuple[int, ...], taps: torch.Tensor) -> float:
     """Largest absolute difference of draft logits in the middle of a sample."""
     anchor = len(tokens) // 2
-    found = [drafter.draft_logits(drafter.extend(drafter.new_context(), taps[:anchor]), tokens[anchor], drafter.max_k)
-             for drafter in (one, other)]
+    found = [drafter.draft_logits(drafter.extend(drafter.new_context(), taps[:anchor]), tokens[anchor],
+                                  drafter.max_k) for drafter in (one, other)]
     return float((found[0] - found[1]).abs().max())
 
 
@@ -111,8 +112,10 @@ def _print_table(target: dict[str, Any], draft: dict[str, Any]) -> None:
     from rich import print as rich_print
     from rich.table import Table
 
-    table = Table("", "target", "draft", title="what the drafter shares with its target", title_justify="left")
-    for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
-                "num_hidden_layers", "rope_parameters", "rms_norm_eps", "max_position_embeddings", "vocab_size"):
+    table = Table("", "target", "draft", title="what the drafter shares with its target",
+                  title_justify="left")
+    for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+                "intermediate_size", "num_hidden_layers", "rope_parameters", "rms_norm_eps",
+                "max_position_embeddings", "vocab_size"):
         table.add_row(key, str(target.get(key, "-")), str(draft.get(key, "-")))
     rich_print(table)

@@ -24,7 +24,7 @@ class HiddenStateSource(ABC):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a folder of hidden states holds, by name, so that a reader cannot mistake one convention for another."""
+    """What a folder of hidden states holds, by name, so that no reader mistakes its conventions."""
 
     target: str            # identity of the target
     template: str          # hash of chat template and its arguments

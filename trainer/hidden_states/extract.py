@@ -1,7 +1,7 @@
 """Stages named `hidden_states`: `Extract` writes shards for every sample, `Probe` only passes the gates.
 
-Both end with the manifest and the parity gates, so that no training starts on states that are not the target's.
-"""
+Both end with the manifest and the parity gates, so that no training starts on states that are not the
+target's. """
 
 from __future__ import annotations
 
@@ -47,15 +47,18 @@ class Probe(Stage):
         samples = _samples(inputs["responses"])
         layers = _checked_layers(self.tap_layers, self.target)
         with self.engine.load(self.target.folder, self.target.end_ids) as engine:
-            gates = self._gates(samples, lambda sample: next(engine.hidden_states([sample.tokens], layers)), layers)
+            gates = self._gates(samples, lambda sample: next(engine.hidden_states([sample.tokens], layers)),
+                                layers)
         tokens = sum(len(sample.tokens) for sample in samples)
-        Manifest(self.target.identity, self.target.template_hash, layers, self.dtype, tokens, {}, []).write(out)
+        Manifest(self.target.identity, self.target.template_hash, layers, self.dtype, tokens, {},
+                 []).write(out)
         return {"gates": gates, "samples": len(samples), "tokens": tokens, "bytes": 0}
 
     def _gates(self, samples: list[Sample], get: Callable[[Sample], HiddenStates], layers: list[int],
                bad: int = 0) -> dict[str, Any]:
         probe = samples[::max(1, len(samples) // self.probe_rows)][:self.probe_rows]
-        rows = Gate("bad_rows", bad, 0, "<=", "some states are all zero or not finite: the engine returned states of "
+        rows = Gate("bad_rows", bad, 0, "<=", "some states are all zero or not finite: the engine returned "
+                                              "states of "
                     "tokens that it did not compute")
         return require([rows, *parity_gates(self.target, probe, get, layers, getattr(torch, self.dtype),
                                             self.runtime["device"])])
@@ -74,7 +77,8 @@ class Extract(Probe):
         bad = self._write_missing(planned, layers, out)
         where, described = shards.describe_shards(out, planned)
         tokens = sum(len(sample.tokens) for sample in samples)
-        Manifest(self.target.identity, self.target.template_hash, layers, self.dtype, tokens, where, described).write(out)
+        Manifest(self.target.identity, self.target.template_hash, layers, self.dtype, tokens, where,
+                 described).write(out)
         gates = self._gates(samples, shards.ShardReader(out).get, layers, bad)
         size = sum(path.stat().st_size for path in out.glob("shard-*"))
         return {"gates": gates, "samples": len(samples), "tokens": tokens, "bytes": size,
@@ -97,8 +101,8 @@ class Extract(Probe):
                     bar.advance(len(sample.tokens), shard=f"{number + 1}/{len(planned)}")
                 if bad:
                     raise UserError(f"{bad} rows of hidden states are all zero or not finite (samples "
-                                    f"{planned[number][0].id} to {planned[number][-1].id}); the engine does not compute "
-                                    f"what it returns: try engine=transformers")
+                                    f"{planned[number][0].id} to {planned[number][-1].id}); the engine does "
+                                    "not compute what it returns: try engine=transformers")
                 shards.write_shard(out, number, planned[number], states)
         return bad
 
@@ -110,6 +114,6 @@ def _samples(responses: Path) -> list[Sample]:
 def _checked_layers(tap_layers: list[int], target: Target) -> list[int]:
     layers, count = sorted(set(tap_layers)), target.config["num_hidden_layers"]
     if not layers or layers[0] < 0 or layers[-1] > count:
-        raise UserError(f"hidden_states.tap_layers {list(tap_layers)} must lie between 0 (embeddings) and {count} (after "
-                        f"the last layer of {target.name})")
+        raise UserError(f"hidden_states.tap_layers {list(tap_layers)} must lie between 0 (embeddings) and "
+                        f"{count} (after the last layer of {target.name})")
     return layers

@@ -1,4 +1,5 @@
-"""The start-up gates: are these the target's hidden states, in the layers and on the side of the norm that we think?
+"""The start-up gates: are these the target's hidden states, in the layers and on the side of the norm that we
+think?
 
 What a source gives for a few rows is compared with an independent forward pass of the whole target through
 transformers: its own logits, and its own hidden states layer by layer.
@@ -20,8 +21,11 @@ from trainer.target_head import load_target_head
 
 def parity_gates(target: Target, samples: Sequence[Sample], get: Callable[[Sample], HiddenStates],
                  tap_layers: Sequence[int], dtype: torch.dtype, device: str) -> list[Gate]:
-    """Gates over `samples`: share of tokens whose top-1 the head reproduces, lowest cosine of each tapped layer."""
+    """Gates over `samples`: share of tokens whose top-1 the head gives, lowest cosine of each layer."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
     model = AutoModelForCausalLM.from_pretrained(target.folder, dtype=dtype,
                                                  trust_remote_code=target.trust_remote_code).to(device).eval()
@@ -38,11 +42,11 @@ def parity_gates(target: Target, samples: Sequence[Sample], get: Callable[[Sampl
             if layer < len(output.hidden_states) - 1:  # index N is normed in transformers; `top1` covers it
                 lowest[layer] = min(lowest[layer], _cosine(taps, output.hidden_states[layer][0].cpu()))
     gates = [Gate("top1_agreement", agree / total, 0.99, ">=",
-                  "head(norm(last state)) does not give the target's own tokens: the state is one layer early, already "
-                  "normed, or the head's scale or norm is read wrongly")]
+                  "head(norm(last state)) does not give the target's own tokens: the state is one layer "
+                  "early, already normed, or the head's scale or norm is read wrongly")]
     return gates + [Gate(f"cosine_layer_{layer}", value, 0.99, ">=",
-                         f"the states stored as layer {layer} are not the target's stream after {layer} layers: layer "
-                         f"ids are off by one, or rows are mixed up")
+                         f"the states stored as layer {layer} are not the target's stream after {layer} "
+                         "layers: layer ids are off by one, or rows are mixed up")
                     for layer, value in lowest.items()]
 
 

@@ -1,8 +1,8 @@
 """The file format of stored hidden states: a few safetensors shards and a manifest that is written last.
 
-A shard holds whole samples, one after the other: `tokens` [rows] int64, `taps` [rows, layers * hidden] and `last`
-[rows, hidden]. Which samples go into which shard depends on the samples alone, each shard appears by
-a rename, so a killed extraction goes on with the first missing shard. Reading maps the file and copies once.
+A shard holds whole samples, one after the other: `tokens` [rows] int64, `taps` [rows, layers * hidden] and
+`last` [rows, hidden]. Which samples go into which shard depends on the samples alone, each shard appears by a
+rename, so a killed extraction goes on with the first missing shard. Reading maps the file and copies once.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def describe_shards(folder: Path, planned: Sequence[Sequence[Sample]]) -> tuple[
 
 
 class ShardReader:
-    """Random access by sample; raises naming the file when a shard is missing, torn, or holds other tokens."""
+    """Random access by sample; names the file when a shard is missing, torn, or of other tokens."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -74,8 +74,8 @@ class ShardReader:
 
     def get(self, sample: Sample) -> HiddenStates:
         if sample.id not in self.manifest.samples:
-            raise UserError(f"{self.folder} has no hidden states of sample {sample.id}; remove the folder and extract "
-                            f"again")
+            raise UserError(f"{self.folder} has no hidden states of sample {sample.id}; remove the folder "
+                            "and extract again")
         number, start, rows = self.manifest.samples[sample.id]
         path = shard_path(self.folder, number)
         try:
@@ -84,10 +84,11 @@ class ShardReader:
             taps = file.get_slice("taps")[start:start + rows]
             last = file.get_slice("last")[start:start + rows]
         except (OSError, SafetensorError) as error:
-            raise UserError(f"{path} is missing or torn ({error}); remove {self.folder} and extract again") from error
+            raise UserError(f"{path} is missing or torn ({error}); remove {self.folder} and extract "
+                            "again") from error
         if tokens.tolist() != list(sample.tokens):
-            raise UserError(f"{path} holds other tokens than sample {sample.id}; remove {self.folder} and extract "
-                            f"again")
+            raise UserError(f"{path} holds other tokens than sample {sample.id}; remove {self.folder} and "
+                            "extract again")
         return HiddenStates(taps, last)
 
     def verify(self) -> None:
@@ -95,8 +96,8 @@ class ShardReader:
         for shard in self.manifest.shards:
             path = self.folder / shard["name"]
             if not path.is_file() or _sha256(path) != shard["sha256"]:
-                raise UserError(f"{path} is missing or damaged (its checksum differs from the manifest's); remove "
-                                f"{self.folder} and extract again")
+                raise UserError(f"{path} is missing or damaged (its checksum differs from the manifest's); "
+                                f"remove {self.folder} and extract again")
 
     def close(self) -> None:
         self._open.clear()

@@ -1,9 +1,9 @@
-"""Block attention through FlexAttention: the same function as `reference.block_attention`, without dense scores.
+"""Block attention through FlexAttention: the same function as `reference.block_attention`, without dense
+scores.
 
-All blocks of a row are one long query; its keys are the context followed by the blocks. Only tiles that some block
-can see are computed. Runs on CUDA and ROCm; on a CPU PyTorch has the forward pass alone, which is what the tests
-compare with the reference.
-"""
+All blocks of a row are one long query; its keys are the context followed by the blocks. Only tiles that some
+block can see are computed. Runs on CUDA and ROCm; on a CPU PyTorch has the forward pass alone, which is what
+the tests compare with the reference. """
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def block_attention(query: Tensor, context_key: Tensor, context_value: Tensor, b
     mask = _mask(visible, slots)
     keys = torch.cat([context_key, block_key.flatten(0, 1)]).transpose(0, 1)[None]
     values = torch.cat([context_value, block_value.flatten(0, 1)]).transpose(0, 1)[None]
-    mixed = flex_attention(query.flatten(0, 1).transpose(0, 1)[None], keys, values, block_mask=mask, enable_gqa=True)
+    mixed = flex_attention(query.flatten(0, 1).transpose(0, 1)[None], keys, values, block_mask=mask,
+                           enable_gqa=True)
     return mixed[0].transpose(0, 1).unflatten(0, (anchors, slots))
 
 
@@ -30,6 +31,8 @@ def _mask(visible: Tensor, slots: int) -> BlockMask:
     def allowed(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         block = query // slots
         inside = key >= tokens
-        return torch.where(inside, (key - tokens) // slots == block, visible[block, key.clamp(max=tokens - 1)])
+        return torch.where(inside, (key - tokens) // slots == block,
+                           visible[block, key.clamp(max=tokens - 1)])
 
-    return create_block_mask(allowed, None, None, anchors * slots, tokens + anchors * slots, device=visible.device)
+    return create_block_mask(allowed, None, None, anchors * slots, tokens + anchors * slots,
+                             device=visible.device)

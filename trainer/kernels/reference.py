@@ -10,10 +10,9 @@ def block_attention(query: Tensor, context_key: Tensor, context_value: Tensor, b
                     block_value: Tensor, visible: Tensor) -> Tensor:
     """Attention of anchored blocks: every slot sees some context tokens and all slots of its own block.
 
-    query [A, S, heads, D]; context_key, context_value [T, kv_heads, D]; block_key, block_value [A, S, kv_heads, D];
-    visible [A, T] bool, the same for all slots of a block. Returns [A, S, heads, D] in query's dtype; scores and
-    softmax are float32. A blocks of S slots, T context tokens, D head dimension.
-    """
+    query [A, S, heads, D]; context_key, context_value [T, kv_heads, D]; block_key, block_value [A, S,
+    kv_heads, D]; visible [A, T] bool, the same for all slots of a block. Returns [A, S, heads, D] in query's
+    dtype; scores and softmax are float32. A blocks of S slots, T context tokens, D head dimension. """
     anchors, slots, heads, size = query.shape
     groups = context_key.shape[1]
     share = heads // groups
@@ -26,8 +25,9 @@ def block_attention(query: Tensor, context_key: Tensor, context_value: Tensor, b
     scores = torch.cat([context, own.reshape(groups, anchors, slots * share, slots)], dim=-1) * size ** -0.5
     weights = scores.softmax(dim=-1).to(query.dtype)
     tokens = context_key.shape[0]
-    from_context = torch.matmul(weights[..., :tokens].reshape(groups, -1, tokens), context_value.transpose(0, 1))
-    from_block = torch.einsum("gasqt,atgd->gasqd", weights[..., tokens:].view(groups, anchors, slots, share, slots),
-                              block_value)
+    from_context = torch.matmul(weights[..., :tokens].reshape(groups, -1, tokens),
+                                context_value.transpose(0, 1))
+    from_block = torch.einsum("gasqt,atgd->gasqd",
+                              weights[..., tokens:].view(groups, anchors, slots, share, slots), block_value)
     mixed = from_context.view(groups, anchors, slots, share, size) + from_block
     return mixed.permute(1, 2, 0, 3, 4).reshape(anchors, slots, heads, size)

@@ -1,4 +1,5 @@
-"""Name -> kernel. The configuration names one; an unknown or unavailable one is an error, never a quiet fallback."""
+"""Name -> kernel. The configuration names one; an unknown or unavailable one is an error, never a quiet
+fallback."""
 
 from __future__ import annotations
 

@@ -24,8 +24,9 @@ def build_drafter(make: MakeDrafter, target: Target, token_counts: Tensor) -> Dr
     """A fresh drafter; the same arguments give the same bits."""
     wanted = make.func.initial_layers(**make.keywords)
     head = load_target_head(target.folder, target.config)
-    special = (*target.end_ids, *(number for number in (target.tokenizer.bos_token_id,) if number is not None))
-    context = DraftContext(target.config, head, target.mask_token_id, token_counts, tuple(dict.fromkeys(special)),
+    bos = target.tokenizer.bos_token_id
+    special = dict.fromkeys((*target.end_ids, *([] if bos is None else [bos])))
+    context = DraftContext(target.config, head, target.mask_token_id, token_counts, tuple(special),
                            {index: _layer(target, index) for index in wanted})
     try:
         return make(context=context)

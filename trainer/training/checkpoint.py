@@ -1,8 +1,8 @@
 """Checkpoints of a training run: complete, atomic, safetensors only.
 
-`checkpoints/step_000123/` holds `weights.safetensors` (float32 masters), `optimizer.safetensors` and `state.json` (the
-position; all randomness is a function of it). It appears by a rename after its files reached the disk.
-"""
+`checkpoints/step_000123/` holds `weights.safetensors` (float32 masters), `optimizer.safetensors` and
+`state.json` (the position; all randomness is a function of it). It appears by a rename after its files
+reached the disk. """
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def save(root: Path, step: int, drafter: nn.Module, optimizer: torch.optim.Optim
 
 def find(root: Path) -> list[Saved]:
     """Complete checkpoints, oldest first."""
-    return sorted((Saved(path, int(path.name[5:])) for path in root.glob("step_*") if path.name[5:].isdigit()),
-                  key=lambda saved: saved.step)
+    return sorted((Saved(path, int(path.name[5:])) for path in root.glob("step_*")
+                   if path.name[5:].isdigit()), key=lambda saved: saved.step)
 
 
 def load(saved: Saved, drafter: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
@@ -62,8 +62,8 @@ def load(saved: Saved, drafter: nn.Module, optimizer: torch.optim.Optimizer | No
         state = json.loads((saved.folder / "state.json").read_text())
         moments = load_file(saved.folder / "optimizer.safetensors") if optimizer is not None else {}
     except (OSError, SafetensorError, json.JSONDecodeError) as error:
-        raise UserError(f"checkpoint {saved.folder} is damaged ({error}); remove it, training goes on from the one "
-                        f"before") from error
+        raise UserError(f"checkpoint {saved.folder} is damaged ({error}); remove it, training goes on from "
+                        "the one before") from error
     load_weights(drafter, weights, saved.folder)
     if optimizer is not None:
         _unflat(optimizer, moments)
@@ -77,7 +77,8 @@ def trained(drafter: nn.Module) -> dict[str, Tensor]:
 def load_weights(drafter: nn.Module, weights: dict[str, Tensor], where: Path) -> None:
     """Copies `weights` into the drafter's parameters; names and shapes must match exactly."""
     own = dict(drafter.named_parameters())
-    wrong = sorted(set(own) ^ set(weights)) or [name for name in own if own[name].shape != weights[name].shape]
+    wrong = sorted(set(own) ^ set(weights)) \
+        or [name for name in own if own[name].shape != weights[name].shape]
     if wrong:
         raise UserError(f"{where} does not fit the drafter: {len(wrong)} tensors differ in name or shape "
                         f"({', '.join(wrong[:3])}); it was made with other drafter settings")

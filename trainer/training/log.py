@@ -1,4 +1,5 @@
-"""Where the numbers of a run go: `log.jsonl`, and wandb when a project is named. A resumed run cuts what it repeats."""
+"""Where the numbers of a run go: `log.jsonl`, and wandb when a project is named. A resumed run cuts what it
+repeats."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from trainer.training.schedule import warmup_cosine
 
 @dataclass(frozen=True)
 class Pace:
-    """How a run goes: `steps` optimizer steps of `accumulate` rows, warm-up share, final share of the rate, clipping."""
+    """How a run goes: `steps` optimizer steps of `accumulate` rows, warm-up, final share of the rate."""
 
     steps: int
     accumulate: int
@@ -27,7 +27,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Taken:
-    """One optimizer step: its number (1-based), the numbers of its rows, and the norm of the whole gradient."""
+    """One optimizer step: its number (1-based), the numbers of its rows, the norm of its gradient."""
 
     step: int
     totals: dict[str, tuple[float, float]]
@@ -38,7 +38,7 @@ class Taken:
 
 def fit(drafter: Drafter, optimizer: torch.optim.Optimizer, row: Callable[[int], Batch], pace: Pace,
         start: int) -> Iterator[Taken]:
-    """Takes the steps after `start`, yielding after each one; the caller saves, logs and evaluates between them."""
+    """Takes the steps after `start`, yielding after each one; between them the caller saves and logs."""
     peaks = [group["lr"] for group in optimizer.param_groups]
     parameters = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
     for step in range(start, pace.steps):
@@ -55,8 +55,8 @@ def fit(drafter: Drafter, optimizer: torch.optim.Optimizer, row: Callable[[int],
             add(totals, result)
         loss, count = totals["loss"]
         if not torch.isfinite(torch.tensor(loss)):
-            raise UserError(f"the loss is not finite at step {step + 1}; lower optimizer.lr, or look at the rows of this "
-                            f"step (seed and step name them); the last checkpoint is kept")
+            raise UserError(f"the loss is not finite at step {step + 1}; lower optimizer.lr, or look at the "
+                            "rows of this step (seed and step name them); the last checkpoint is kept")
         for parameter in parameters:
             if parameter.grad is not None and count:
                 parameter.grad.div_(count)

@@ -1,4 +1,5 @@
-"""The endless sequence of packed rows: row n is a function of (samples, seed, n) and of nothing that happened before."""
+"""The endless sequence of packed rows: row n is a function of (samples, seed, n) and of nothing that happened
+before."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from trainer.records import Batch, Sample
 
 
 class Rows:
-    def __init__(self, samples: Sequence[Sample], source: HiddenStateSource, tokens: int, seed: int, device: str) -> None:
+    def __init__(self, samples: Sequence[Sample], source: HiddenStateSource, tokens: int, seed: int,
+                 device: str) -> None:
         self.samples, self.source, self.tokens, self.seed, self.device = samples, source, tokens, seed, device
         self._epochs: list[list[list[int]]] = []
         self._starts: list[int] = [0]

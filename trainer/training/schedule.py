@@ -6,8 +6,8 @@ import math
 
 
 def warmup_cosine(step: int, steps: int, warmup: float, floor: float) -> float:
-    """Factor of the peak rate at `step` (0-based) of `steps`: linear over the share `warmup`, then a cosine down to
-    `floor`."""
+    """Factor of the peak rate at `step` (0-based) of `steps`: linear over the share `warmup`, then a cosine
+    down to `floor`."""
     rising = max(1, round(warmup * steps))
     if step < rising:
         return (step + 1) / rising

@@ -1,4 +1,5 @@
-"""Stage `train`: samples and their hidden states -> `weights.safetensors`, going on from the newest checkpoint."""
+"""Stage `train`: samples and their hidden states -> `weights.safetensors`, going on from the newest
+checkpoint."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ from trainer.training.rows import Rows
 
 @dataclass(frozen=True)
 class Train(Stage):
-    """`tokens` is the length of a packed row, `accumulate` rows make a step, `steps` (null: from `epochs`) end the run.
-    `heldout_every` steps the loss and the teacher-forced estimate are taken on the held-out samples."""
+    """`tokens` is the length of a packed row, `accumulate` rows make a step, `steps` (null: from `epochs`)
+    end the run. `heldout_every` steps the held-out samples are measured."""
 
     target: Target
     drafter: MakeDrafter
@@ -70,19 +71,20 @@ class Train(Stage):
         save_file(checkpoint.trained(drafter), out / "weights.safetensors")
         return {**record, **_describe(drafter, counts, samples)}
 
-    def _train(self, drafter: Drafter, samples: list[Sample], heldout: list[Sample], source: HiddenStateSource,
-               out: Path) -> dict[str, Any]:
+    def _train(self, drafter: Drafter, samples: list[Sample], heldout: list[Sample],
+               source: HiddenStateSource, out: Path) -> dict[str, Any]:
         rows = Rows(samples, source, self.tokens, self.seed, self.runtime["device"])
         if self.compile:
             drafter.compile(dynamic=False)
         steps = self.steps or rows.count(self.epochs) // self.accumulate
         if not steps:
-            raise UserError(f"train.epochs={self.epochs} gives {rows.count(self.epochs)} packed rows, fewer than "
-                            f"train.accumulate={self.accumulate}; lower accumulate or give more prompts")
+            raise UserError(f"train.epochs={self.epochs} gives {rows.count(self.epochs)} packed rows, fewer "
+                            f"than train.accumulate={self.accumulate}; lower accumulate or give more prompts")
         optimizer = self.optimizer(drafter.parameters())
         saved = checkpoint.find(out / "checkpoints")
-        position = checkpoint.load(saved[-1], drafter, optimizer) if saved else {"step": 0, "tokens": 0, "seconds": 0.0}
+        position = {"step": 0, "tokens": 0, "seconds": 0.0}
         if saved:
+            position = checkpoint.load(saved[-1], drafter, optimizer)
             print(f"train: going on after step {position['step']} of {steps}")
         log = Log(out / "log.jsonl", position["step"], self.runtime["wandb_project"])
         pace = Pace(steps, self.accumulate, self.warmup, self.floor, self.clip, self.precision)
@@ -92,12 +94,13 @@ class Train(Stage):
             for taken in fit(drafter, optimizer, rows.row, pace, position["step"]):
                 watch.tokens += taken.tokens
                 _merge(sums, taken.totals)
-                bar.advance(1, loss=_share(taken, "loss"), accepted=_share(taken, "accepted_length"), lr=taken.lr,
-                            **{"tokens/s": watch.rate})
+                bar.advance(1, loss=_share(taken, "loss"), accepted=_share(taken, "accepted_length"),
+                            lr=taken.lr, **{"tokens/s": watch.rate})
                 last = taken.step == steps
-                if last or taken.step % self.heldout_every == 0 or taken.step % self.runtime["log_every"] == 0:
-                    due = last or taken.step % self.heldout_every == 0
-                    log.write(_line(taken, means(sums), watch) | (self._heldout(drafter, heldout, source) if due else {}))
+                due = last or taken.step % self.heldout_every == 0
+                if due or taken.step % self.runtime["log_every"] == 0:
+                    found = self._heldout(drafter, heldout, source) if due else {}
+                    log.write(_line(taken, means(sums), watch) | found)
                     sums = {}
                 if last or taken.step % self.runtime["checkpoint_every"] == 0:
                     checkpoint.save(out / "checkpoints", taken.step, drafter, optimizer,
@@ -105,10 +108,12 @@ class Train(Stage):
                                     self.runtime["keep_checkpoints"])
         log.close()
         final = json.loads((out / "log.jsonl").read_text().splitlines()[-1])
-        return {"steps": steps, "tokens": watch.tokens, "train_seconds": round(watch.seconds, 1), "final": final}
+        return {"steps": steps, "tokens": watch.tokens, "train_seconds": round(watch.seconds, 1),
+                "final": final}
 
     @torch.no_grad()
-    def _heldout(self, drafter: Drafter, samples: list[Sample], source: HiddenStateSource) -> dict[str, float]:
+    def _heldout(self, drafter: Drafter, samples: list[Sample],
+                 source: HiddenStateSource) -> dict[str, float]:
         """Loss and teacher-forced accepted length on the held-out samples, at anchors that never change."""
         if not samples:
             return {}
@@ -143,8 +148,8 @@ def _trainable(samples: list[Sample], required: bool = True) -> list[Sample]:
     """Samples with at least two sampled tokens: a block needs an anchor and something to predict."""
     kept = [sample for sample in samples if sample.supervised >= 2]
     if required and not kept:
-        raise UserError(f"none of the {len(samples)} training samples has two supervised tokens, so there is nothing to "
-                        f"learn; look at the answers in the responses stage")
+        raise UserError(f"none of the {len(samples)} training samples has two supervised tokens, so there is "
+                        "nothing to learn; look at the answers in the responses stage")
     return kept
 
 
@@ -155,7 +160,8 @@ def _describe(drafter: Drafter, counts: torch.Tensor, samples: list[Sample]) -> 
 
 def _line(taken: Taken, figures: dict[str, float], watch: _Watch) -> dict[str, Any]:
     return {"step": taken.step, "tokens": watch.tokens, "loss": figures["loss"], "lr": taken.lr,
-            "grad_norm": taken.grad_norm, "estimate": figures["accepted_length"], "seconds": round(watch.seconds, 2)}
+            "grad_norm": taken.grad_norm, "estimate": figures["accepted_length"],
+            "seconds": round(watch.seconds, 2)}
 
 
 def _merge(sums: dict[str, tuple[float, float]], totals: dict[str, tuple[float, float]]) -> None:

@@ -1,0 +1,160 @@
+"""Draft logits of exported folders, computed by vLLM's own model class; run by vLLM's interpreter.
+
+    python parity_worker.py FOLDER
+
+`FOLDER/request.json` lists cases (name, target, drafter, inputs, k, each_missing); results go to
+`FOLDER/results.json` and `FOLDER/results.safetensors` (logits by case). The path is the server's: folder ->
+engine configuration -> class -> loader -> sharing with the target -> KV cache and attention kernel. Before
+loading, every parameter is filled with a value that no checkpoint has, so that what the loader leaves alone is
+seen: vLLM itself does not complain of a missing tensor. Imports torch, safetensors and vllm only.
+"""
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+from vllm.engine.arg_utils import EngineArgs
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
+
+UNSET = -(1 << 40)  # what an integer parameter holds before loading; a float one holds NaN
+BLOCKS = 4
+Weights = Iterable[tuple[str, Tensor]]
+
+
+def engine_config(case: dict[str, Any]) -> VllmConfig:
+    """Without `k` the drafter's folder is all that is given, as in `vllm serve <folder>`: it names its target and
+    draft length itself."""
+    settings: dict[str, Any] = {"model": case["drafter"]}
+    if case["k"] is not None:
+        speculation = {"method": "dflash", "model": case["drafter"], "num_speculative_tokens": case["k"]}
+        settings = {"model": case["target"], "speculative_config": speculation}
+    return EngineArgs(dtype="float32", max_model_len=256, max_num_seqs=2, max_num_batched_tokens=256,
+                      enforce_eager=True, **settings).create_engine_config()
+
+
+def start_distributed(config: VllmConfig) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as trial:
+        port = trial.getsockname()[1]
+    with set_current_vllm_config(config):
+        init_distributed_environment(world_size=1, rank=0, local_rank=0, backend="gloo",
+                                     distributed_init_method=f"tcp://127.0.0.1:{port}")
+        ensure_model_parallel_initialized(1, 1)
+
+
+def loaded(config: VllmConfig, keep: Callable[[str], bool]) -> tuple[nn.Module, list[str]]:
+    """The drafter with the tensors of its folder that `keep` accepts, and its parameters that were left unset."""
+    draft = config.speculative_config.draft_model_config
+    config.compilation_config.static_forward_context.clear()
+    with set_current_vllm_config(config), set_default_torch_dtype(draft.dtype):
+        model = initialize_model(vllm_config=config, model_config=draft)
+        for parameter in model.parameters():
+            parameter.data.fill_(float("nan") if parameter.is_floating_point() else UNSET)
+        weights: Weights = get_model_loader(config.load_config).get_all_weights(draft, model)
+        model.load_weights((name, tensor) for name, tensor in weights if keep(name))
+    return model, [name for name, parameter in model.named_parameters() if is_unset(parameter)]
+
+
+def is_unset(parameter: Tensor) -> bool:
+    return bool((parameter.isnan() if parameter.is_floating_point() else parameter == UNSET).any())
+
+
+def share(model: nn.Module, target: Path) -> None:
+    """Gives the drafter the target's embedding and head where the server would."""
+    tensors = {}
+    for path in target.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            tensors |= {name: file.get_tensor(name) for name in file.keys()
+                        if name in ("model.embed_tokens.weight", "lm_head.weight")}
+    embedding = tensors["model.embed_tokens.weight"]
+    if not model.has_own_embed_tokens:
+        fill(model.model.embed_tokens.weight, embedding)
+    if not model.has_own_lm_head:
+        fill(model.lm_head.weight, tensors.get("lm_head.weight", embedding))
+
+
+def fill(parameter: Tensor, rows: Tensor) -> None:
+    """vLLM pads the vocabulary; the padding must not count."""
+    parameter.data.zero_()
+    parameter.data[:len(rows)] = rows.to(parameter.dtype)
+
+
+@torch.inference_mode()
+def draft_logits(config: VllmConfig, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    """[1 + K, vocabulary], as the server's first draft after a prompt. inputs: `tokens` [T], whose last one is the
+    anchor, and the target's state after L layers, `layer.L` [T - 1, hidden], for every L."""
+    names, attention = model.get_draft_kv_cache_layer_names(), config.compilation_config.static_forward_context
+    for name in names:
+        spec = attention[name].get_kv_cache_spec(config)
+        attention[name].kv_cache = torch.zeros(BLOCKS, spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
+    context, queries = len(inputs["tokens"]) - 1, 1 + config.speculative_config.num_speculative_tokens
+    positions = torch.arange(context + queries)
+    starts = torch.tensor([0, queries], dtype=torch.int32)
+    common = CommonAttentionMetadata(
+        query_start_loc=starts, query_start_loc_cpu=starts, num_reqs=1, num_actual_tokens=queries,
+        seq_lens=torch.tensor([context + queries], dtype=torch.int32), max_query_len=queries,
+        max_seq_len=context + queries, block_table_tensor=torch.arange(BLOCKS, dtype=torch.int32)[None],
+        slot_mapping=positions[context:], causal=all(model.get_draft_attn_causal()))
+    builder = attention[names[0]].attn_backend.get_builder_cls()
+    metadata = builder(spec, names, config, torch.device("cpu")).build(0, common)
+    ids = torch.full((queries,), model.model.mask_token_id)
+    ids[0] = inputs["tokens"][-1]
+    states = torch.cat([inputs[f"layer.{layer}"] for layer in tapped(config)], dim=-1)
+    model.precompute_and_store_context_kv(model.combine_hidden_states(states), positions[:context],
+                                          positions[:context])
+    with set_forward_context(dict.fromkeys(names, metadata), config, num_tokens=queries,
+                             slot_mapping=dict.fromkeys(names, positions[context:])):
+        return model.compute_logits(model(ids, positions[context:]))
+
+
+def tapped(config: VllmConfig) -> list[int]:
+    """The target's layers that the server would hand to this drafter, in its order."""
+    return sorted(set(get_eagle3_aux_layers_from_config(config.speculative_config)))
+
+
+def run(case: dict[str, Any], config: VllmConfig) -> tuple[dict[str, Any], Tensor]:
+    draft = config.speculative_config.draft_model_config
+    result: dict[str, Any] = {"target": config.model_config.model, "layers": tapped(config),
+                              "k": config.speculative_config.num_speculative_tokens, "missing": {}}
+    if case["each_missing"]:
+        with safe_open(Path(case["drafter"], "model.safetensors"), framework="pt") as file:
+            for left_out in file.keys():
+                result["missing"][left_out] = loaded(config, lambda name, left_out=left_out: name != left_out)[1]
+    model, unset = loaded(config, lambda name: True)
+    share(model, Path(case["target"]))
+    with set_current_vllm_config(config):
+        process_weights_after_loading(model, draft, torch.device("cpu"))
+        logits = draft_logits(config, model.eval(), load_file(case["inputs"]))
+    return {**result, "class": type(model).__name__, "unset": unset, "causal": model.get_draft_attn_causal(),
+            "mask_token_id": model.model.mask_token_id}, logits
+
+
+def main(folder: Path) -> None:
+    results, logits = {}, {}
+    for number, case in enumerate(json.loads((folder / "request.json").read_text())):
+        config = engine_config(case)
+        if number == 0:
+            start_distributed(config)
+        results[case["name"]], logits[case["name"]] = run(case, config)
+    save_file(logits, folder / "results.safetensors")
+    (folder / "results.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

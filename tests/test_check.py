@@ -241,7 +241,8 @@ def test_links_in_a_circle_end() -> None:
     ("a", Literal["a", "b"]), (1, Literal[1, 2]), ([1, 2], list), ([1, 2], list[int]), ([], list[int]),
     ([1, 2], tuple[int, ...]), ([1, "a"], tuple[int, str]), ([1], Sequence[int]), ([1], Iterable),
     ({"a": 1}, dict), ({"a": 1}, dict[str, int]), ({"a": 1}, Mapping[str, float]), ("x", Path),
-    ("x", Path | None), (1, Any), (1, object), (1, Annotated[int, "doc"]), (1, "Unknown"), ({"_target_": "nowhere.X"}, Engine),
+    ("x", Path | None), (1, Any), (1, object),
+    (1, Annotated[int, "doc"]), (1, "Unknown"), ({"_target_": "nowhere.X"}, Engine),
     ({"_target_": f"{HERE}.Server"}, Engine | None), ({"_target_": f"{HERE}.open_call"}, Engine),
     ({"_target_": f"{HERE}.Other"}, Talks),
     ({"_target_": f"{HERE}.Server", "_partial_": True}, Callable[..., Engine])])

@@ -152,7 +152,9 @@ def test_a_failed_stage_keeps_its_work_and_goes_on(capsys: pytest.CaptureFixture
     with pytest.raises(RuntimeError, match="broken"):
         pipeline._execute(planned, {})
     assert planned.state == "continue" and (planned.partial / "items.txt").read_text() == "xxx"
+    (planned.partial / ".stage.json.999").write_text("half a rec")
     pipeline.run(settings())
+    assert not (planned.folder / ".stage.json.999").exists()
     assert "make  continue" in capsys.readouterr().out
     assert (planned.folder / "items.txt").read_text() == "xxxxxx"
     assert json.loads((planned.folder / "stage.json").read_text())["resumed"] is True

@@ -35,7 +35,7 @@ class TargetHead:
     softcap: float | None
 
     def normed(self, last: Tensor) -> Tensor:
-        """Final norm of `last` [..., H], the stream before the norm: in float32, returned in `last`'s dtype."""
+        """Final norm of `last` [..., H], which comes before it; in float32, returned in `last`'s dtype."""
         wide = last.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         weight = self.norm.to(last.device)

@@ -3,10 +3,10 @@
     python parity_worker.py FOLDER
 
 `FOLDER/request.json` lists cases (name, target, drafter, inputs, k, each_missing); results go to
-`FOLDER/results.json` and `FOLDER/results.safetensors` (logits by case). The path is the server's: folder ->
-engine configuration -> class -> loader -> sharing with the target -> KV cache and attention kernel. Before
-loading, every parameter is filled with a value that no checkpoint has, so that what the loader leaves alone is
-seen: vLLM itself does not complain of a missing tensor. Imports torch, safetensors and vllm only.
+`FOLDER/results.json` and `FOLDER/results.safetensors` (logits by case). The path is the server's: folder
+-> engine configuration -> class -> loader -> sharing with the target -> KV cache and attention kernel.
+Before loading, every parameter is filled with a value that no checkpoint has, so that what the loader leaves
+alone is seen: vLLM itself does not complain of a missing tensor. Imports torch, safetensors and vllm only.
 """
 
 import json
@@ -39,8 +39,8 @@ Weights = Iterable[tuple[str, Tensor]]
 
 
 def engine_config(case: dict[str, Any]) -> VllmConfig:
-    """Without `k` the drafter's folder is all that is given, as in `vllm serve <folder>`: it names its target and
-    draft length itself."""
+    """Without `k` the drafter's folder is all that is given, as in `vllm serve <folder>`: it names its target
+    and draft length itself."""
     settings: dict[str, Any] = {"model": case["drafter"]}
     if case["k"] is not None:
         speculation = {"method": "dflash", "model": case["drafter"], "num_speculative_tokens": case["k"]}
@@ -59,7 +59,7 @@ def start_distributed(config: VllmConfig) -> None:
 
 
 def loaded(config: VllmConfig, keep: Callable[[str], bool]) -> tuple[nn.Module, list[str]]:
-    """The drafter with the tensors of its folder that `keep` accepts, and its parameters that were left unset."""
+    """The drafter with the tensors of its folder that `keep` accepts, and which parameters are unset."""
     draft = config.speculative_config.draft_model_config
     config.compilation_config.static_forward_context.clear()
     with set_current_vllm_config(config), set_default_torch_dtype(draft.dtype):
@@ -80,7 +80,7 @@ def share(model: nn.Module, target: Path) -> None:
     tensors = {}
     for path in target.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
-            tensors |= {name: file.get_tensor(name) for name in file.keys()
+            tensors |= {name: file.get_tensor(name) for name in file.keys()  # noqa: SIM118 - it is no dict
                         if name in ("model.embed_tokens.weight", "lm_head.weight")}
     embedding = tensors["model.embed_tokens.weight"]
     if not model.has_own_embed_tokens:
@@ -97,9 +97,10 @@ def fill(parameter: Tensor, rows: Tensor) -> None:
 
 @torch.inference_mode()
 def draft_logits(config: VllmConfig, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    """[1 + K, vocabulary], as the server's first draft after a prompt. inputs: `tokens` [T], whose last one is the
-    anchor, and the target's state after L layers, `layer.L` [T - 1, hidden], for every L."""
-    names, attention = model.get_draft_kv_cache_layer_names(), config.compilation_config.static_forward_context
+    """[1 + K, vocabulary], as the server's first draft after a prompt. inputs: `tokens` [T], whose last one is
+    the anchor, and the target's state after L layers, `layer.L` [T - 1, hidden], for every L."""
+    names = model.get_draft_kv_cache_layer_names()
+    attention = config.compilation_config.static_forward_context
     for name in names:
         spec = attention[name].get_kv_cache_spec(config)
         attention[name].kv_cache = torch.zeros(BLOCKS, spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
@@ -133,9 +134,8 @@ def run(case: dict[str, Any], config: VllmConfig) -> tuple[dict[str, Any], Tenso
     result: dict[str, Any] = {"target": config.model_config.model, "layers": tapped(config),
                               "k": config.speculative_config.num_speculative_tokens, "missing": {}}
     if case["each_missing"]:
-        with safe_open(Path(case["drafter"], "model.safetensors"), framework="pt") as file:
-            for left_out in file.keys():
-                result["missing"][left_out] = loaded(config, lambda name, left_out=left_out: name != left_out)[1]
+        for left_out in load_file(Path(case["drafter"], "model.safetensors")):
+            result["missing"][left_out] = loaded(config, lambda name, out=left_out: name != out)[1]
     model, unset = loaded(config, lambda name: True)
     share(model, Path(case["target"]))
     with set_current_vllm_config(config):

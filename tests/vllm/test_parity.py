@@ -1,9 +1,9 @@
 """The folders that we export mean to vLLM what they mean to us: its own model class gives our logits.
 
 One process of vLLM's interpreter (`parity_worker.py`) answers all cases: both formats, whole and reduced
-vocabulary, a random target with its own head and the real one with a tied head, and folders that are wrong in one
-place, which must be seen. Weights of the drafters are random and wide, so that no part of them can be left out
-without a trace.
+vocabulary, a random target with its own head and the real one with a tied head, and folders that are wrong in
+one place, which must be seen. Weights of the drafters are random and wide, so that no part of them can be left
+out without a trace.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from vllm_support import vllm_python
 
-from trainer._paths import find
 from trainer.__main__ import compose_configuration
+from trainer._paths import find
 from trainer.architectures.base import Drafter
 from trainer.engines.transformers import TransformersEngine
 from trainer.engines.vllm_installation import find_installation
@@ -39,7 +39,7 @@ SEEN = 100 * TOLERANCE  # a wrong folder must be wrong by far more
 TARGETS = {"random": "target=tiny", "smollm2": "target=smollm2"}
 BLOCK = {"random": 5, "smollm2": 8}
 ROWS = {"random": 300, "smollm2": 4096}
-TEXT = "The quick brown fox jumps over the lazy dog. Photosynthesis is how plants make food from light, and Paris is"
+TEXT = "The quick brown fox jumps over the lazy dog. Plants make food from light, and the capital of France is"
 Config = dict[str, Any]
 
 
@@ -88,8 +88,9 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Target]:
     found = {}
     for name, choice in TARGETS.items():
         found[name] = build(compose_configuration([choice], find()).settings["target"])
-    source = RandomLlama(hidden_size=64, layers=3, heads=2, key_value_heads=1, intermediate_size=128, vocab_size=320,
-                         tied=False, seed=7, runtime={"cache": str(tmp_path_factory.mktemp("cache"))})
+    source = RandomLlama(hidden_size=64, layers=3, heads=2, key_value_heads=1, intermediate_size=128,
+                         vocab_size=320, tied=False, seed=7,
+                         runtime={"cache": str(tmp_path_factory.mktemp("cache"))})
     found["random"] = Target("random", source, "<|mask|>", [1, 2], {}, 512, False)
     return found
 
@@ -129,8 +130,9 @@ def states(target: Target) -> dict[str, Tensor]:
 
 
 def random_drafter(target: Target, block_size: int, rows: int | None) -> Drafter:
-    make = build(compose_configuration(["target=tiny"], find()).settings["drafter"] | {
-        "layers": 2, "block_size": block_size, "tap_layers": list(target.tap_layers), "draft_vocab_size": rows})
+    node = compose_configuration(["recipe=smoke", "drafter=dflash"], find()).settings["drafter"]
+    make = build(node | {"layers": 2, "block_size": block_size, "tap_layers": list(target.tap_layers),
+                         "draft_vocab_size": rows})
     drafter = build_drafter(make, target, torch.arange(target.config["vocab_size"]) * 7919 % 1000)
     generator = torch.Generator().manual_seed(5)
     for parameter in drafter.parameters():
@@ -146,7 +148,8 @@ def export(drafter: Drafter, form: str, folder: Path, target: Target) -> None:
 
 def own_logits(drafter: Drafter, inputs: dict[str, Tensor]) -> Tensor:
     taps = torch.cat([inputs[f"layer.{layer}"] for layer in drafter.tap_layers], dim=-1)
-    return drafter.draft_logits(drafter.extend(drafter.new_context(), taps), int(inputs["tokens"][-1]), drafter.max_k)
+    context = drafter.extend(drafter.new_context(), taps)
+    return drafter.draft_logits(context, int(inputs["tokens"][-1]), drafter.max_k)
 
 
 def wrong_copy(right: Path, form: str, mistake: str) -> str:
@@ -172,8 +175,8 @@ def run_worker(folder: Path) -> None:
     if not found.named:
         found.write_metadata(folder / "metadata")
         variables["PYTHONPATH"] = str(folder / "metadata")
-    worker = Path(__file__).with_name("parity_worker.py")
-    done = subprocess.run([found.python, str(worker), str(folder)], env=variables, capture_output=True, text=True)
+    command = [found.python, str(Path(__file__).with_name("parity_worker.py")), str(folder)]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

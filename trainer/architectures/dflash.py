@@ -121,7 +121,7 @@ class DFlash(Drafter):
     def forward(self, tokens: Tensor, loss_mask: Tensor, document: Tensor, position: Tensor, taps: Tensor,
                 last: Tensor, anchors: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Sums over the blocks at `anchors` [A]: weighted losses, their weights, accepted draft tokens
-        (teacher-forced), and acceptances of the first slot. Shapes follow from the settings: one compilation."""
+        (teacher-forced), and acceptances of the first slot. Shapes follow from the settings alone."""
         hidden = self._blocks(tokens, document, position, taps, anchors)[:, 1:]  # slots 1.. predict
         places = anchors[:, None] + torch.arange(1, self.block_size, device=anchors.device)
         inside = places < tokens.numel()

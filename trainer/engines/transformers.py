@@ -112,8 +112,8 @@ class TransformersEngine(TargetEngine):
         ids, mask = ids.to(self.device), mask.to(self.device)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         cache = growing_cache(self.model.config)
-        logits = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, **{cache_argument(self.model): cache},
-                            logits_to_keep=1).logits[:, -1]
+        logits = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, logits_to_keep=1,
+                            **{cache_argument(self.model): cache}).logits[:, -1]
         return logits, cache, mask, positions[:, -1]
 
     def _check_lengths(self, rows: Sequence[Sequence[int]]) -> None:
@@ -184,8 +184,8 @@ class TransformersSession(Session):
     def step(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
         ids = torch.tensor([list(tokens)], device=self.device)
         positions = torch.arange(self.length, self.length + len(tokens), device=self.device)[None]
-        taps, last = capture(self.model, ids, self.tap_layers, **{cache_argument(self.model.get_decoder()): self.cache},
-                             position_ids=positions, use_cache=True)
+        taps, last = capture(self.model, ids, self.tap_layers, position_ids=positions, use_cache=True,
+                             **{cache_argument(self.model.get_decoder()): self.cache})
         self.length += len(tokens)
         logits = self.model.lm_head(self.model.get_decoder().norm(last))
         return logits[0].float(), taps[0]

@@ -1,7 +1,8 @@
 """Optimizers beyond torch's own: Muon for matrices with AdamW for the rest, as one object.
 
-Muon (momentum, orthogonalised by Newton-Schulz) learns a drafter's matrices in fewer steps; norms are vectors, for
-which it is not defined. With `match_rms_adamw` its updates have the size of AdamW's, so one rate serves both.
+Muon (momentum, orthogonalised by Newton-Schulz) learns a drafter's matrices in fewer steps; norms are
+vectors, for which it is not defined. With `match_rms_adamw` its updates have the size of AdamW's, so one rate
+serves both.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from torch import nn
 class MuonAdamW(torch.optim.Optimizer):
     """`lr` for matrices (2-D parameters), `vector_lr` for everything else."""
 
-    def __init__(self, params: Iterable[nn.Parameter], lr: float, momentum: float, weight_decay: float, vector_lr: float,
-                 betas: tuple[float, float], eps: float) -> None:
+    def __init__(self, params: Iterable[nn.Parameter], lr: float, momentum: float, weight_decay: float,
+                 vector_lr: float, betas: tuple[float, float], eps: float) -> None:
         given = list(params)
         self.parts: tuple[torch.optim.Optimizer, ...] = (
             torch.optim.Muon([each for each in given if each.ndim == 2], lr=lr, momentum=momentum,
                              weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW([each for each in given if each.ndim != 2], lr=vector_lr, betas=tuple(betas), eps=eps,
-                              weight_decay=0.0))
+            torch.optim.AdamW([each for each in given if each.ndim != 2], lr=vector_lr, betas=tuple(betas),
+                              eps=eps, weight_decay=0.0))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -51,6 +52,7 @@ class MuonAdamW(torch.optim.Optimizer):
         start = 0
         for part in self.parts:
             count = sum(len(group["params"]) for group in part.param_groups)
-            own = {index - start: entry for index, entry in state_dict["state"].items() if start <= index < start + count}
+            own = {index - start: entry for index, entry in state_dict["state"].items()
+                   if start <= index < start + count}
             part.load_state_dict({"state": own, "param_groups": part.state_dict()["param_groups"]})
             start += count

@@ -1,0 +1,105 @@
+"""One text learnt by heart: what a server accepts of it tells whether all stages mean the same.
+
+A drafter trained on a single answer must have nearly every draft of it accepted, here and by real vLLM; the
+same weights under layer ids that are off by one must not. Nothing but a complete chain passes.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from vllm_support import small_server, vllm_python
+
+from trainer.__main__ import compose_configuration, main
+from trainer._paths import find
+from trainer.architectures.dflash import DFlash
+from trainer.engines.transformers import TransformersEngine
+from trainer.evaluate.decode import Decoded, decode
+from trainer.evaluate.serving import Measurement, measure
+from trainer.export.formats import FORMATS
+from trainer.pipeline import build
+from trainer.records import Sampling
+from trainer.target import Target
+from trainer.target_head import load_target_head
+
+pytestmark = pytest.mark.vllm
+K = 3
+TOKENS = 65  # one from the prompt and sixteen whole steps of K + 1
+SETTINGS = ["recipe=smoke", "target=smollm2", "prompts=jsonl", "prompts.heldout=0", "reference.dtype=float32",
+            f"responses.sampling.max_new_tokens={TOKENS}", "drafter.layers=1", f"drafter.block_size={K + 1}",
+            "drafter.anchors=64", "drafter.draft_vocab_size=256", "drafter.decay_gamma=100",
+            "train.tokens=128", "train.steps=150", "train.heldout_every=1000", "optimizer.lr=2e-3",
+            "hardware.compile=false", "hardware.precision=float32", f"export.default_k={K}",
+            "export.dtype=float32",
+            "run=[prompts,responses,hidden_states,train,export]"]
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """The target, the exported folders, and the text that was learnt."""
+
+    target: Target
+    folder: Path
+    prompt: list[int]
+    answer: tuple[int, ...]
+
+
+@pytest.fixture(scope="module")
+def learnt(tmp_path_factory: pytest.TempPathFactory) -> Learnt:
+    home = tmp_path_factory.mktemp("overfit")
+    (home / "prompt.jsonl").write_text('{"turns": ["Explain in a few sentences why the sky is blue."]}\n')
+    settings = [*SETTINGS, f"prompts.source.path={home / 'prompt.jsonl'}", f"run_root={home / 'runs'}"]
+    assert main(settings) == 0
+    latest = json.loads((home / "runs/latest.json").read_text())
+    row = json.loads(Path(latest["responses"], "responses.jsonl").read_text())
+    assert len(row["tokens"]) == TOKENS, "an answer that ends early would end within a step"
+    target = build(compose_configuration(settings, find()).settings["target"])
+    return Learnt(target, Path(latest["export"]), row["prompt"], tuple(row["tokens"]))
+
+
+def decoded_here(learnt: Learnt, folder: Path, form: str) -> Decoded:
+    head = load_target_head(learnt.target.folder, learnt.target.config)
+    drafter = DFlash.restore(FORMATS[form].read(folder), form, head)
+    engine = TransformersEngine("float32", 1, 0, 512, False, {"device": "cpu"})
+    with engine.load(learnt.target.folder, learnt.target.end_ids):
+        return decode(engine, drafter, learnt.prompt, K, TOKENS, learnt.target.end_ids)
+
+
+def served(learnt: Learnt, folder: Path, log: Path) -> Measurement:
+    settings = small_server(python=vllm_python(), max_num_seqs=1)
+    with settings.serve(learnt.target.folder, log, folder, "dflash", K) as server:
+        return measure(server, [learnt.prompt], Sampling(TOKENS, 0.0, 1.0, 0), users=1, warmup=0)
+
+
+def accepted_length(decoded: Decoded) -> float:
+    return 1 + decoded.counts.accepted / decoded.counts.drafts
+
+
+def test_nearly_every_draft_is_accepted(learnt: Learnt, tmp_path: Path) -> None:
+    here = decoded_here(learnt, learnt.folder / "speculators", "speculators")
+    there = served(learnt, learnt.folder / "speculators", tmp_path / "vllm.log")
+    assert here.tokens == there.outputs[0].tokens == learnt.answer
+    assert accepted_length(here) >= K + 1 - 0.3
+    assert there.mean_accepted_length >= K + 1 - 0.3
+    assert there.mean_accepted_length == pytest.approx(accepted_length(here), rel=0.02)
+
+
+def test_layer_ids_off_by_one_cost_acceptance(learnt: Learnt, tmp_path: Path) -> None:
+    right = decoded_here(learnt, learnt.folder / "native", "native")
+    assert accepted_length(right) >= K + 1 - 0.3
+    shifted = tmp_path / "shifted"
+    shutil.copytree(learnt.folder / "native", shifted)
+    config = json.loads((shifted / "config.json").read_text())
+    inner = config["dflash_config"]
+    config["eagle_aux_hidden_state_layer_ids"] = [layer + 2 for layer in inner["target_layer_ids"]]
+    inner["target_layer_ids"] = [layer + 1 for layer in inner["target_layer_ids"]]
+    (shifted / "config.json").write_text(json.dumps(config))
+    here = decoded_here(learnt, shifted, "native")
+    there = served(learnt, shifted, tmp_path / "vllm.log")
+    assert here.tokens == there.outputs[0].tokens == learnt.answer, "a bad drafter costs time, never text"
+    assert there.mean_accepted_length <= K + 1 - 1
+    assert there.mean_accepted_length == pytest.approx(accepted_length(here), rel=0.02)

@@ -33,9 +33,10 @@ LAW: dict[str, set[str]] = {
     "engines": {"records", "target"},
     "data": {"records", "pipeline", "target", "engines.base"},
     "hidden_states": {"records", "pipeline", "target", "target_head", "data", "engines.base"},
-    "training": {"records", "pipeline", "target", "target_head", "data", "hidden_states.base", "architectures.base"},
-    "export": {"records", "pipeline", "target", "target_head", "data", "hidden_states.base", "architectures.base",
-               "training.build"},
+    "training": {"records", "pipeline", "target", "target_head", "data", "hidden_states.base",
+                 "architectures.base"},
+    "export": {"records", "pipeline", "target", "target_head", "data", "hidden_states.base",
+               "architectures.base", "training.build"},
     "evaluate": {"records", "pipeline", "target", "target_head", "data", "engines.base", "architectures.base",
                  "export.formats", "training.build"},
 }

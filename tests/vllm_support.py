@@ -1,9 +1,10 @@
-"""How the tests reach a real vLLM: its interpreter, and settings for a small server that is content with one
-core."""
+"""How the tests reach a real vLLM: its interpreter, and settings for a small server on one core."""
 
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,7 @@ PROJECT = Path(__file__).resolve().parent.parent
 
 
 def vllm_python() -> str:
-    """The vLLM interpreter; without one the test fails, since a skipped test of serving would look like a
-    passed one."""
+    """The vLLM interpreter. Without one the test fails: a skipped test would look like a served drafter."""
     python = os.environ.get("TRAINER_VLLM_PYTHON") or str(PROJECT / ".venv-vllm/bin/python")
     if not Path(python).exists():
         pytest.fail(
@@ -43,3 +43,10 @@ def small_server(**changes: Any) -> VllmServer:
     for name, value in (small | changes).items():
         OmegaConf.update(settings, name.replace("__", "."), value)
     return instantiate(settings, _convert_="all")
+
+
+def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s in vain until {what}"
+        time.sleep(0.1)

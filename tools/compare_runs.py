@@ -1,9 +1,10 @@
-"""What made the difference: the finished training runs below a folder, the settings in which they differ, and what
-each of them reached on held-out samples.
+"""What made the difference: the finished trainings below a folder, the settings in which they differ, and
+what each of them reached on held-out samples.
 
     python tools/compare_runs.py [runs] [--bits A B]
 
-With `--bits` two train folders are compared bit for bit: weights, and loss and gradient norm of every logged step.
+With `--bits` two train folders are compared bit for bit: weights, and loss and gradient norm of every step
+that was logged.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+RESULTS = {"held-out accepted length": "heldout_estimate", "held-out loss": "heldout_loss",
+           "training estimate": "estimate"}
+
 
 def flat(node: Any, prefix: str = "") -> dict[str, str]:
     """Settings by dotted key, without what cannot change a result."""
@@ -23,9 +27,11 @@ def flat(node: Any, prefix: str = "") -> dict[str, str]:
             for key, value in flat(child, f"{prefix}.{name}".lstrip(".")).items()}
 
 
-def finished(root: Path) -> list[tuple[Path, dict[str, Any]]]:
-    return [(path.parent, json.loads(path.read_text())) for path in sorted(root.glob("train/*/stage.json"))
-            if not path.parent.name.endswith(".partial")]
+def finished(root: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Names and stage records of the finished trainings below `root`, the best one first."""
+    found = [(path.parent.name, json.loads(path.read_text())) for path in root.glob("train/*/stage.json")
+             if not path.parent.name.endswith(".partial")]
+    return sorted(found, key=lambda each: -each[1]["record"]["final"].get("heldout_estimate", 0))
 
 
 def table(root: Path) -> int:
@@ -36,17 +42,16 @@ def table(root: Path) -> int:
     if not runs:
         print(f"no finished training below {root}/train", file=sys.stderr)
         return 2
-    settings = [flat(record["settings"]) | {f"input.{name}": digest[:8] for name, digest in record["inputs"].items()}
-                for _, record in runs]
-    keys = sorted({key for each in settings for key in each if len({other.get(key) for other in settings}) > 1})
-    shown = Table("run", *keys, "steps", "seconds", "held-out accepted length", "held-out loss", "training estimate")
-    order = sorted(range(len(runs)), key=lambda index: -runs[index][1]["record"]["final"].get("heldout_estimate", 0))
-    for index in order:
-        folder, record = runs[index]
-        final = record["record"]["final"]
-        shown.add_row(folder.name[:8], *(settings[index].get(key, "-") for key in keys), str(record["record"]["steps"]),
-                      f"{record['record']['train_seconds']:.0f}", f"{final.get('heldout_estimate', 0):.3f}",
-                      f"{final.get('heldout_loss', 0):.3f}", f"{final['estimate']:.3f}")
+    settings = [flat(run["settings"]) | {f"input.{name}": made[:8] for name, made in run["inputs"].items()}
+                for _, run in runs]
+    keys = sorted({key for each in settings for key in each
+                   if len({other.get(key) for other in settings}) > 1})
+    shown = Table("run", *keys, "steps", "seconds", *RESULTS)
+    for (name, run), own in zip(runs, settings, strict=True):
+        record, final = run["record"], run["record"]["final"]
+        shown.add_row(name[:8], *(own.get(key, "-") for key in keys), str(record["steps"]),
+                      f"{record['train_seconds']:.0f}",
+                      *(f"{final[key]:.3f}" if key in final else "-" for key in RESULTS.values()))
     Console(width=200).print(shown)
     return 0
 
@@ -61,18 +66,21 @@ def bits(one: Path, two: Path) -> int:
         if name not in first or name not in second or not torch.equal(first[name], second[name]):
             print(f"{name} differs")
             return 1
-    logs = [{line["step"]: (line["loss"], line["grad_norm"]) for line in map(json.loads, (folder / "log.jsonl").open())}
+    logs = [{line["step"]: (line["loss"], line["grad_norm"])
+             for line in map(json.loads, (folder / "log.jsonl").read_text().splitlines())}
             for folder in (one, two)]
-    for step in sorted(set(logs[0]) & set(logs[1])):
+    shared = sorted(set(logs[0]) & set(logs[1]))
+    for step in shared:
         if logs[0][step] != logs[1][step]:
             print(f"step {step}: loss and gradient norm {logs[0][step]} and {logs[1][step]}")
             return 1
-    print(f"equal: {len(first)} tensors, {len(set(logs[0]) & set(logs[1]))} logged steps")
+    print(f"equal: {len(first)} tensors, {len(shared)} logged steps")
     return 0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="?", type=Path, default=Path("runs"))
     parser.add_argument("--bits", nargs=2, type=Path, metavar=("A", "B"))
     options = parser.parse_args()

@@ -97,8 +97,8 @@ def fill(parameter: Tensor, rows: Tensor) -> None:
 
 @torch.inference_mode()
 def draft_logits(config: VllmConfig, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    """[1 + K, vocabulary], as the server's first draft after a prompt. inputs: `tokens` [T], whose last one is
-    the anchor, and the target's state after L layers, `layer.L` [T - 1, hidden], for every L."""
+    """[1 + K, vocabulary], as the server's first draft after a prompt. inputs: `tokens` [T], whose last one
+    is the anchor, and the target's state after L layers, `layer.L` [T - 1, hidden], for every L."""
     names = model.get_draft_kv_cache_layer_names()
     attention = config.compilation_config.static_forward_context
     for name in names:

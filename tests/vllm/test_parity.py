@@ -2,8 +2,8 @@
 
 One process of vLLM's interpreter (`parity_worker.py`) answers all cases: both formats, whole and reduced
 vocabulary, a random target with its own head and the real one with a tied head, and folders that are wrong in
-one place, which must be seen. Weights of the drafters are random and wide, so that no part of them can be left
-out without a trace.
+one place, which must be seen. Weights of the drafters are random and wide, so that no part of them can be
+left out without a trace.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ SEEN = 100 * TOLERANCE  # a wrong folder must be wrong by far more
 TARGETS = {"random": "target=tiny", "smollm2": "target=smollm2"}
 BLOCK = {"random": 5, "smollm2": 8}
 ROWS = {"random": 300, "smollm2": 4096}
-TEXT = "The quick brown fox jumps over the lazy dog. Plants make food from light, and the capital of France is"
+SPREAD = {"random": 0.15, "smollm2": 0.05}  # of the weights
+TEXT = "The quick brown fox jumps over the lazy dog. Plants make food from light, and Paris is the capital of"
 Config = dict[str, Any]
 
 
@@ -103,7 +104,7 @@ def answers(targets: dict[str, Target], tmp_path_factory: pytest.TempPathFactory
         inputs, path = states(target), folder / f"{name}.safetensors"
         save_file(inputs, path)
         for rows in (None, ROWS[name]):
-            drafter = random_drafter(target, BLOCK[name], rows)
+            drafter = random_drafter(name, target, rows)
             for form in FORMATS:
                 case = f"{name}-{form}-{rows or 'all'}"
                 export(drafter, form, folder / case, target)
@@ -129,16 +130,19 @@ def states(target: Target) -> dict[str, Tensor]:
         f"layer.{layer}": part.contiguous() for layer, part in enumerate(taps.chunk(count, dim=-1))}
 
 
-def random_drafter(target: Target, block_size: int, rows: int | None) -> Drafter:
+def random_drafter(name: str, target: Target, rows: int | None) -> Drafter:
     node = compose_configuration(["recipe=smoke", "drafter=dflash"], find()).settings["drafter"]
-    make = build(node | {"layers": 2, "block_size": block_size, "tap_layers": list(target.tap_layers),
+    make = build(node | {"layers": 2, "block_size": BLOCK[name], "tap_layers": list(target.tap_layers),
                          "draft_vocab_size": rows})
     drafter = build_drafter(make, target, torch.arange(target.config["vocab_size"]) * 7919 % 1000)
+    drafter.eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(5)
     for parameter in drafter.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        parameter.data = parameter * (1 + 0.3 * noise) if parameter.dim() == 1 else 0.08 * noise
-    return drafter.eval().requires_grad_(False)
+        parameter.copy_(1 + 0.3 * noise if parameter.dim() == 1 else SPREAD[name] * noise)
+    for layer in drafter.layers:  # the same everywhere: see `BlockAttention`
+        layer.self_attn.k_norm.weight.copy_(drafter.layers[0].self_attn.k_norm.weight)
+    return drafter
 
 
 def export(drafter: Drafter, form: str, folder: Path, target: Target) -> None:

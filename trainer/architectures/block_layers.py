@@ -26,17 +26,20 @@ class BlockLayer(nn.Module):
 
     @torch.no_grad()
     def start_from(self, tensors: dict[str, Tensor]) -> None:
-        """Copies what a target layer has of the same name and shape. A target without query and key norms
-        gets norms of the scale that its projections give to a stream of unit variance, so that attention
-        starts as sharp."""
+        """Copies what a target layer has of the same name and shape. The query norm takes the scale of
+        queries and keys together, so that attention starts as sharp: that of the target's norms or, where
+        it has none, the one that its projections give to a stream of unit variance."""
         for name, parameter in self.named_parameters():
             if name in tensors and tensors[name].shape == parameter.shape:
                 parameter.copy_(tensors[name])
+        scales = []
         for part in ("q", "k"):
-            if f"self_attn.{part}_norm.weight" not in tensors:
-                weight = getattr(self.self_attn, f"{part}_proj").weight * self.input_layernorm.weight
-                scale = weight.unflatten(0, (-1, self.self_attn.size)).pow(2).sum(-1).mean(0).sqrt()
-                getattr(self.self_attn, f"{part}_norm").weight.copy_(scale)
+            weight = getattr(self.self_attn, f"{part}_proj").weight * self.input_layernorm.weight
+            scale = weight.unflatten(0, (-1, self.self_attn.size)).pow(2).sum(-1).mean(0).sqrt()
+            scales.append(tensors.get(f"self_attn.{part}_norm.weight", scale))
+        turned = scales[1].unflatten(0, (2, -1)).pow(2).mean(0).sqrt()  # what turns together has one scale
+        self.self_attn.q_norm.weight.copy_(scales[0] * turned.repeat(2))
+        self.self_attn.k_norm.weight.fill_(1.0)
 
     def forward(self, stream: Tensor, keys: Tensor, values: Tensor, visible: Tensor,
                 turns: tuple[Tensor, Tensor]) -> Tensor:
@@ -47,7 +50,11 @@ class BlockLayer(nn.Module):
 
 
 class BlockAttention(nn.Module):
-    """The same key and value projections serve context features and block tokens."""
+    """The same key and value projections serve context features and block tokens.
+
+    The key norm's weight stays 1 and the query norm learns the scale of both: vLLM's builds for CPU (0.32)
+    and XPU (some) norm the context keys of every layer with the weight of the first.
+    """
 
     def __init__(self, shape: dict[str, Any], attend: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -58,7 +65,7 @@ class BlockAttention(nn.Module):
         self.v_proj = nn.Linear(hidden, shape["num_key_value_heads"] * size, bias=False)
         self.o_proj = nn.Linear(shape["num_attention_heads"] * size, hidden, bias=False)
         self.q_norm = RMSNorm(size, shape["rms_norm_eps"])
-        self.k_norm = RMSNorm(size, shape["rms_norm_eps"])
+        self.k_norm = RMSNorm(size, shape["rms_norm_eps"]).requires_grad_(False)
 
     def keys_values(self, features: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """features [..., H] -> rotated keys and values [..., kv_heads, D]."""

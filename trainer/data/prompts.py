@@ -44,7 +44,7 @@ class Jsonl(PromptSource):
 
     def rows(self) -> list[Row]:
         try:
-            lines = self.file().read_text(encoding="utf-8").splitlines()
+            lines = self.file().read_text(encoding="utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"prompts.source.path {self.path} cannot be read ({error}); give a UTF-8 JSONL "
                             f"file") from error
@@ -125,8 +125,9 @@ class Prompts(Stage):
         train, heldout = split(rows, self.heldout)
         train = train[:self.limit]
         if not train:
-            raise UserError(f"prompts.heldout={self.heldout} leaves nothing to train on: the source has "
-                            f"{len(rows)} different prompts; lower it")
+            key = "limit" if self.limit == 0 else "heldout"
+            raise UserError(f"prompts.{key}={getattr(self, key)} leaves nothing to train on: the source has "
+                            f"{len(rows)} different prompts; change it")
         with (out / "prompts.jsonl").open("w", encoding="utf-8") as file:
             for name, part in (("train", train), ("heldout", heldout)):
                 for prompt in part:
@@ -139,7 +140,7 @@ class Prompts(Stage):
 def read_prompts(folder: Path) -> list[tuple[Prompt, str]]:
     """The prompts of a finished stage with their split, in order."""
     rows = []
-    for line in (folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines():
+    for line in (folder / "prompts.jsonl").read_text(encoding="utf-8").split("\n")[:-1]:
         row = json.loads(line)
         name = row.pop("split")
         rows.append((Prompt(**{**row, "turns": tuple(row["turns"]), "answers": tuple(row["answers"])}), name))
@@ -182,15 +183,18 @@ def parse_object(row: Any, where: str, number: int) -> Row:
     """One row to a prompt; raises with `where` when it has neither usable `turns` nor `messages`."""
     if not isinstance(row, dict) or not ("turns" in row or "messages" in row):
         raise UserError(f'{where}: expected an object with "turns" or "messages", found {str(row)[:60]}')
-    system, answers = row.get("system"), list(row.get("answers", ()))
+    system, answers = row.get("system"), row.get("answers", [])
     if "messages" in row:
         system, turns, answers = _from_messages(row["messages"], where)
     else:
         turns = row["turns"]
-    if not isinstance(turns, list) or not turns \
-            or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+    if not _are_texts(turns) or not turns or not all(turn.strip() for turn in turns):
         raise UserError(f'{where}: "turns" must be a list of texts that are not empty, found '
                         f'{str(turns)[:60]}')
+    if not _are_texts(answers):
+        raise UserError(f'{where}: "answers" must be a list of texts, found {str(answers)[:60]}')
+    if not isinstance(system, str | None):
+        raise UserError(f'{where}: "system" must be a text, found {str(system)[:60]}')
     name = row.get("split")
     if name not in (None, "train", "heldout"):
         raise UserError(f'{where}: "split" must be "train" or "heldout", found {name!r}')
@@ -201,8 +205,8 @@ def parse_object(row: Any, where: str, number: int) -> Row:
 
 def _from_messages(messages: Any, where: str) -> tuple[str | None, list[str], list[str]]:
     """OpenAI messages -> system text, user turns, given answers. User and assistant alternate."""
-    if not isinstance(messages, list) or not all(isinstance(m, dict) and isinstance(m.get("content"), str)
-                                                 for m in messages):
+    if not isinstance(messages, list) or not all(
+            isinstance(m, dict) and _are_texts([m.get("role"), m.get("content")]) for m in messages):
         raise UserError(f'{where}: "messages" must be a list of objects with "role" and a text "content"')
     system = messages[0]["content"] if messages and messages[0]["role"] == "system" else None
     rest = messages[1:] if system is not None else messages
@@ -212,6 +216,10 @@ def _from_messages(messages: Any, where: str) -> tuple[str | None, list[str], li
             raise UserError(f'{where}: message {index + 1} has role {message["role"]!r}, expected '
                             f"{expected!r}; user and assistant must alternate")
     return system, [m["content"] for m in rest[::2]], [m["content"] for m in rest[1::2]]
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
 def _as_row(value: Any) -> Any:

@@ -56,12 +56,13 @@ class Regenerate(Stage):
                     for group in self._groups(chat, prompts, turn, writer.rows, engine.group):
                         if writer.has(group):
                             continue
-                        rows = self._answer(engine, group)
+                        rows, seconds = self._answer(engine, group)
                         writer.append(rows)
                         tokens = sum(len(row["tokens"]) for row in rows)
                         cut = sum(row["finish_reason"] == "length" for row in rows)
-                        bar.advance(len(rows), **{"tokens/s": tokens / rows[0]["seconds"], "cut": cut})
-        return describe(list(writer.rows.values()), chat, sorted(dropped))
+                        bar.advance(len(rows), **{"tokens/s": tokens / max(seconds, 1e-6), "cut": cut})
+        return {**describe(list(writer.rows.values()), chat, sorted(dropped)),
+                "turns_without_room": total - len(writer.rows)}
 
     def _too_long(self, chat: Chat, prompts: list[tuple[Prompt, str]]) -> set[str]:
         dropped = set()
@@ -85,8 +86,10 @@ class Regenerate(Stage):
         for prompt, name in prompts:
             if turn >= len(prompt.turns):
                 continue
-            answered = [done[f"{prompt.id}#{earlier}"]["tokens"] for earlier in range(turn)]
-            answers = [chat.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in answered]
+            answered = [done.get(f"{prompt.id}#{earlier}") for earlier in range(turn)]
+            if None in answered:
+                continue  # an earlier turn of it had no room
+            answers = [chat.tokenizer.decode(row["tokens"], skip_special_tokens=True) for row in answered]
             ids = chat.prompt(messages_of(prompt, answers))
             if len(ids) >= self.engine.max_length:
                 continue  # only a later turn gets here: the history outgrew the limit, its earlier turns stay
@@ -96,11 +99,12 @@ class Regenerate(Stage):
         for start in range(0, len(questions), size):
             yield questions[start:start + size]
 
-    def _answer(self, engine: TargetEngine, group: list[Row]) -> list[Row]:
+    def _answer(self, engine: TargetEngine, group: list[Row]) -> tuple[list[Row], float]:
+        """The group with its answers, and the seconds that it took."""
         prompts, keys = [row["prompt"] for row in group], [row["id"] for row in group]
         answers = engine.generate(prompts, keys, self.sampling)
-        return [{**row, "tokens": list(answer.tokens), "finish_reason": answer.finish_reason,
-                 "seconds": round(answer.seconds, 3)} for row, answer in zip(group, answers, strict=True)]
+        return [{**row, "tokens": list(answer.tokens), "finish_reason": answer.finish_reason}
+                for row, answer in zip(group, answers, strict=True)], max(each.seconds for each in answers)
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,9 @@ class AsGiven(Stage):
                 rows.append({"id": f"{prompt.id}#{number}", "split": name, "category": prompt.category,
                              "language": prompt.language, "prompt": [], "tokens": ids, "mask": mask,
                              "finish_reason": "given"})
+        if not rows:
+            raise UserError(f"all {len(dropped)} conversations are longer than responses.max_length="
+                            f"{self.max_length}; raise it")
         (out / "responses.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return describe(rows, chat, dropped)
 
@@ -151,7 +158,9 @@ class GroupFile:
                 position += len(line)
                 try:
                     row = json.loads(line)
-                except json.JSONDecodeError:
+                except ValueError:
+                    break
+                if not line.endswith(b"\n"):
                     break
                 pending[row["id"]] = row
                 if row.pop("last", False):
@@ -199,15 +208,16 @@ def describe(rows: list[Row], chat: Chat, dropped: list[str]) -> dict[str, Any]:
     cut = [row["id"] for row in rows if row["finish_reason"] == "length"]
     masks = {row["id"]: row.get("mask") or [False] * len(row["prompt"]) + [True] * len(row["tokens"])
              for row in rows}
-    empty = [row["id"] for row in rows if len(row["tokens"]) - (row["finish_reason"] == "stop") <= 0]
+    empty = [row["id"] for row in rows if sum(masks[row["id"]]) - (row["finish_reason"] != "length") <= 0]
     tokens, supervised = sum(map(len, masks.values())), sum(map(sum, masks.values()))
     shown = next((row for row in rows if row["id"] not in empty), None)
     if not supervised or shown is None:
         raise UserError(f"none of the {tokens} tokens in {len(rows)} rows is supervised: no answer was found "
                         f"after the generation prompt; look at the template of {chat.tokenizer.name_or_path}")
     from rich import print as rich_print
+    from rich.markup import escape
 
-    rich_print(f"[dim]{shown['id']}, supervised tokens in[/] [bold green]green[/]:")
+    rich_print(f"[dim]{escape(shown['id'])}, supervised tokens in[/] [bold green]green[/]:")
     rich_print(coloured(chat.tokenizer, shown["prompt"] + shown["tokens"], masks[shown["id"]]))
     print(f"supervised: {supervised} of {tokens} tokens ({supervised / tokens:.1%}) in {len(rows)} rows; "
           f"{len(cut)} cut by the limit, {len(empty)} empty, {len(dropped)} dropped")

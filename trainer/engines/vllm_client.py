@@ -46,8 +46,7 @@ class SpecCounters:
 
 
 class VllmClient:
-    """Speaks to the server at `url`. `death` says why it is gone (None: not yet); there is none for a joined
-    one."""
+    """Speaks to the server at `url`. `death` says why a started one is gone, or None while it lives."""
 
     def __init__(self, url: str, api_key: str | None, timeout_s: float,
                  death: Callable[[], UserError | None] | None) -> None:

@@ -74,8 +74,7 @@ class Installation:
 
 
 def find_installation(python: str) -> Installation:
-    """The vLLM of interpreter `python`; "auto" is `.venv-vllm` beside the project or in the current
-    folder."""
+    """The vLLM of interpreter `python`; "auto" is `.venv-vllm` beside the project or in this folder."""
     python = _find_interpreter() if python == "auto" else str(Path(python).expanduser())
     if os.sep in python:
         python = str(Path(python).absolute())  # not resolved: the link is what makes it a virtual environment

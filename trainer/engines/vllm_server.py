@@ -70,8 +70,7 @@ class VllmServer:
 
     def serve(self, model: Path, log: Path, speculator: Path | None = None, method: str | None = None,
               k: int | None = None) -> RunningServer:
-        """A context manager that serves `model`, drafted for by `speculator` with `method` and `k` tokens a
-        step.
+        """A context manager that serves `model`, with `speculator` drafting `k` tokens a step by `method`.
 
         Everything that can be known without loading the model is checked here: raises UserError.
         """
@@ -85,8 +84,7 @@ class VllmServer:
         return RunningServer(self, model, log, speculator, method, k)
 
     def preflight(self) -> str:
-        """vLLM's version, once interpreter and port (or the server to join) are found good. Raises
-        UserError."""
+        """vLLM's version, if interpreter and port, or the server to join, are good; else UserError."""
         if self.url is not None:
             return self.client(_base(self.url), None).version()
         version = find_installation(self.python).version

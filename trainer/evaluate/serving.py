@@ -64,8 +64,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Whether two passes gave the same tokens; if not, how many answers differ and where the first one
-    parts."""
+    """Whether two passes gave the same tokens; if not, how many answers differ and where the first parts."""
 
     lossless: bool
     differing: int = 0
@@ -75,8 +74,7 @@ class Comparison:
 
 def measure(server: Server, prompts: Sequence[Sequence[int]], sampling: Sampling, users: int,
             warmup: int) -> Measurement:
-    """Answers all prompts with `users` requests in flight, after the first `warmup` prompts once
-    unmeasured."""
+    """Answers all prompts with `users` in flight, after the first `warmup` prompts once unmeasured."""
     if warmup:
         server.complete(prompts[:warmup], sampling, users)
     before = server.counters()
@@ -90,8 +88,7 @@ def measure(server: Server, prompts: Sequence[Sequence[int]], sampling: Sampling
 
 
 def acceptance(counters: Counters, k: int) -> tuple[float, float, tuple[float, ...]]:
-    """Mean accepted length, acceptance rate and cumulative acceptance by position, the last for all `k`
-    positions."""
+    """Mean accepted length, acceptance rate, and cumulative acceptance at each of the `k` positions."""
     counts = counters.per_position + (0,) * (k - len(counters.per_position))
     if counters.drafts == 0:
         return 1.0, 0.0, (0.0,) * len(counts)

@@ -54,14 +54,14 @@ class Probe(Stage):
                  []).write(out)
         return {"gates": gates, "samples": len(samples), "tokens": tokens, "bytes": 0}
 
-    def _gates(self, samples: list[Sample], get: Callable[[Sample], HiddenStates], layers: list[int],
-               bad: int = 0) -> dict[str, Any]:
+    def _gates(self, samples: list[Sample], get: Callable[[Sample], HiddenStates],
+               layers: list[int]) -> dict[str, Any]:
         probe = samples[::max(1, len(samples) // self.probe_rows)][:self.probe_rows]
-        rows = Gate("bad_rows", bad, 0, "<=", "some states are all zero or not finite: the engine returned "
-                                              "states of "
-                    "tokens that it did not compute")
-        return require([rows, *parity_gates(self.target, probe, get, layers, getattr(torch, self.dtype),
-                                            self.runtime["device"])])
+        found = {sample.id: get(sample) for sample in probe}
+        rows = Gate("bad_rows", sum(map(shards.bad_rows, found.values())), 0, "<=", "some states are all zero "
+                    "or not finite: the engine returned states of tokens that it did not compute")
+        return require([rows, *parity_gates(self.target, probe, lambda sample: found[sample.id], layers,
+                                            getattr(torch, self.dtype), self.runtime["device"])])
 
 
 @dataclass(frozen=True)
@@ -74,37 +74,34 @@ class Extract(Probe):
         samples = _samples(inputs["responses"])
         layers = _checked_layers(self.tap_layers, self.target)
         planned = shards.plan(samples, self.shard_tokens)
-        bad = self._write_missing(planned, layers, out)
+        self._write_missing(planned, layers, out)
         where, described = shards.describe_shards(out, planned)
         tokens = sum(len(sample.tokens) for sample in samples)
         Manifest(self.target.identity, self.target.template_hash, layers, self.dtype, tokens, where,
                  described).write(out)
-        gates = self._gates(samples, shards.ShardReader(out).get, layers, bad)
+        gates = self._gates(samples, shards.ShardReader(out).get, layers)
         size = sum(path.stat().st_size for path in out.glob("shard-*"))
         return {"gates": gates, "samples": len(samples), "tokens": tokens, "bytes": size,
                 "bytes_per_token": round(size / tokens)}
 
-    def _write_missing(self, planned: list[list[Sample]], layers: list[int], out: Path) -> int:
+    def _write_missing(self, planned: list[list[Sample]], layers: list[int], out: Path) -> None:
         missing = [number for number in range(len(planned)) if not shards.shard_path(out, number).exists()]
         total, done = (sum(len(sample.tokens) for number in numbers for sample in planned[number])
                        for numbers in (range(len(planned)), set(range(len(planned))) - set(missing)))
         if not missing:
-            return 0
-        bad = 0
+            return
         with self.engine.load(self.target.folder, self.target.end_ids) as engine, \
                 Progress("hidden_states", total=total, unit="tokens", start=done) as bar:
             for number in missing:
                 states = []
                 for sample in planned[number]:
                     states.append(next(engine.hidden_states([sample.tokens], layers)))
-                    bad += shards.bad_rows(states[-1])
                     bar.advance(len(sample.tokens), shard=f"{number + 1}/{len(planned)}")
-                if bad:
+                if bad := sum(map(shards.bad_rows, states)):
                     raise UserError(f"{bad} rows of hidden states are all zero or not finite (samples "
                                     f"{planned[number][0].id} to {planned[number][-1].id}); the engine does "
                                     "not compute what it returns: try engine=transformers")
                 shards.write_shard(out, number, planned[number], states)
-        return bad
 
 
 def _samples(responses: Path) -> list[Sample]:

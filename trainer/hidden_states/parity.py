@@ -39,8 +39,10 @@ def parity_gates(target: Target, samples: Sequence[Sample], get: Callable[[Sampl
         agree += int((head.logits(found.last).argmax(-1) == output.logits[0].argmax(-1).cpu()).sum())
         total += len(sample.tokens)
         for layer, taps in zip(tap_layers, _by_layer(found.taps, len(tap_layers)), strict=True):
-            if layer < len(output.hidden_states) - 1:  # index N is normed in transformers; `top1` covers it
-                lowest[layer] = min(lowest[layer], _cosine(taps, output.hidden_states[layer][0].cpu()))
+            # index N is normed in transformers; `last` is the same state, which `top1_agreement` judges
+            inner = layer < len(output.hidden_states) - 1
+            expected = output.hidden_states[layer][0].cpu() if inner else found.last
+            lowest[layer] = min(lowest[layer], _cosine(taps, expected))
     gates = [Gate("top1_agreement", agree / total, 0.99, ">=",
                   "head(norm(last state)) does not give the target's own tokens: the state is one layer "
                   "early, already normed, or the head's scale or norm is read wrongly")]
@@ -55,5 +57,5 @@ def _by_layer(taps: Tensor, count: int) -> tuple[Tensor, ...]:
 
 
 def _cosine(found: Tensor, expected: Tensor) -> float:
-    """Lowest cosine over the tokens of a row."""
-    return float(cosine_similarity(found.float(), expected.float(), dim=-1).min())
+    """Lowest cosine over the tokens of a row; -1 where it is not a number."""
+    return float(cosine_similarity(found.float(), expected.float(), dim=-1).nan_to_num(-1.0).min())

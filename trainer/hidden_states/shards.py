@@ -8,6 +8,7 @@ rename, so a killed extraction goes on with the first missing shard. Reading map
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ def write_shard(folder: Path, number: int, samples: Sequence[Sample], states: Se
     path = shard_path(folder, number)
     partial = path.with_suffix(".partial")
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial)
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())  # else a power cut may leave the name without its bytes
     partial.rename(path)
 
 
@@ -65,7 +68,8 @@ def describe_shards(folder: Path, planned: Sequence[Sequence[Sample]]) -> tuple[
 
 
 class ShardReader:
-    """Random access by sample; names the file when a shard is missing, torn, or of other tokens."""
+    """Random access by sample; names the file when a shard is missing, damaged, or of other tokens. A shard's
+    checksum is compared when it is first read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -91,29 +95,26 @@ class ShardReader:
                             "extract again")
         return HiddenStates(taps, last)
 
-    def verify(self) -> None:
-        """Reads every shard whole and compares its checksum."""
-        for shard in self.manifest.shards:
-            path = self.folder / shard["name"]
-            if not path.is_file() or _sha256(path) != shard["sha256"]:
-                raise UserError(f"{path} is missing or damaged (its checksum differs from the manifest's); "
-                                f"remove {self.folder} and extract again")
+
 
     def close(self) -> None:
         self._open.clear()
 
     def _file(self, number: int) -> Any:
         if number not in self._open:
-            self._open[number] = safe_open(shard_path(self.folder, number), framework="pt")
+            path = shard_path(self.folder, number)
+            if _sha256(path) != self.manifest.shards[number]["sha256"]:
+                raise UserError(f"{path} is damaged (its checksum differs from the manifest's); remove "
+                                f"{self.folder} and extract again")
+            self._open[number] = safe_open(path, framework="pt")
         return self._open[number]
 
 
 def bad_rows(state: HiddenStates) -> int:
-    """Rows that are all zero, or hold NaN or infinity, in any part."""
-    def bad(rows: Tensor) -> Tensor:
-        wide = rows.float()
-        return ~torch.isfinite(wide).all(-1) | (wide == 0).all(-1)
-    return int((bad(state.taps) | bad(state.last)).sum())
+    """Rows of which any layer is all zero, or holds NaN or infinity."""
+    layers = torch.cat([state.taps, state.last], dim=-1).float().unflatten(-1, (-1, state.last.shape[-1]))
+    bad = ~torch.isfinite(layers).all(-1) | (layers == 0).all(-1)
+    return int(bad.any(-1).sum())
 
 
 def _sha256(path: Path) -> str:

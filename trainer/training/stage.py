@@ -51,7 +51,7 @@ class Train(Stage):
     runtime: dict[str, Any]  # device, checkpoint_every, keep_checkpoints, log_every, wandb_project
 
     after: ClassVar[tuple[str, ...]] = ("responses", "hidden_states")
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
 
     def external(self) -> dict[str, Any]:
         return {"target": self.target.identity}

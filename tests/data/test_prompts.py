@@ -1,0 +1,152 @@
+"""Prompts from files: what is accepted, how rows are split, and every refusal with file and line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.data.prompts import Builtin, Jsonl, Prompts, read_prompts
+from trainer.errors import UserError
+from trainer.records import Prompt
+
+
+def write(folder: Path, *rows: Any) -> Jsonl:
+    """A JSONL source of the rows; texts are written as they are."""
+    path = folder / "prompts.jsonl"
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return Jsonl(str(path))
+
+
+def run(source: Jsonl, folder: Path, limit: int | None = None, heldout: int = 0) -> list[tuple[Prompt, str]]:
+    out = folder / "out"
+    out.mkdir(exist_ok=True)
+    record = Prompts(source, limit, heldout).run({}, out)
+    rows = read_prompts(out)
+    assert (record["train"], record["heldout"]) == tuple(sum(name == part for _, name in rows)
+                                                         for part in ("train", "heldout"))
+    return rows
+
+
+def names(rows: list[tuple[Prompt, str]], part: str) -> list[str]:
+    return [prompt.id for prompt, name in rows if name == part]
+
+
+def test_turns_and_messages_say_the_same(tmp_path: Path) -> None:
+    source = write(tmp_path, {"turns": ["a", "b"], "system": "s", "answers": ["x", "y"]},
+                   {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "a"},
+                                 {"role": "assistant", "content": "x"}, {"role": "user", "content": "b"},
+                                 {"role": "assistant", "content": "y"}], "id": "row-1b", "category": "maths",
+                    "language": "fr"})
+    assert run(source, tmp_path) == [
+        (Prompt("row-1", ("a", "b"), "s", "chat", "en", ("x", "y")), "train"),
+        (Prompt("row-1b", ("a", "b"), "s", "maths", "fr", ("x", "y")), "train")]
+
+
+def test_a_conversation_may_end_with_the_user(tmp_path: Path) -> None:
+    messages = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
+    [(prompt, _)] = run(write(tmp_path, {"messages": messages}), tmp_path)
+    assert prompt.turns == ("user", "user") and prompt.answers == ("assistant",)
+
+
+def test_any_text_comes_back_as_it_was(tmp_path: Path) -> None:
+    """Line separators that are no newlines do not end a row."""
+    text = "one\u2028two\x85three\x0bfour\r\nfive\ttab \U0001f600 \u202e"
+    raw = '{"turns": ["a\u2028b\x85c"]}'
+    rows = run(write(tmp_path, {"turns": [text]}, "", raw), tmp_path)
+    assert [prompt.turns for prompt, _ in rows] == [(text,), ("a\u2028b\x85c",)]
+    assert rows[1][0].id == "row-3", "ids are line numbers, blank lines counted"
+
+
+@pytest.mark.parametrize(("line", "said"), [
+    ("{not json", r"prompts\.jsonl, line 2: not valid JSON"),
+    ('{"turns": ["a"]', r"line 2: not valid JSON"),
+    ('["a"]', 'line 2: expected an object with "turns" or "messages"'),
+    ('{"prompt": "a"}', 'line 2: expected an object with "turns" or "messages"'),
+    ('{"turns": []}', 'line 2: "turns" must be a list of texts that are not empty'),
+    ('{"turns": "a"}', 'line 2: "turns" must be a list of texts'),
+    ('{"turns": ["a", " "]}', 'line 2: "turns" must be a list of texts that are not empty'),
+    ('{"turns": [1]}', 'line 2: "turns" must be a list of texts'),
+    ('{"turns": ["a"], "split": "test"}', "line 2: \"split\" must be \"train\" or \"heldout\", found 'test'"),
+    ('{"turns": ["a"], "answers": "b"}', 'line 2: "answers" must be a list of texts'),
+    ('{"turns": ["a"], "answers": [null]}', 'line 2: "answers" must be a list of texts'),
+    ('{"turns": ["a"], "system": 3}', 'line 2: "system" must be a text'),
+    ('{"messages": "a"}', 'line 2: "messages" must be a list of objects'),
+    ('{"messages": [{"role": "user", "content": ["a"]}]}', 'line 2: "messages" must be a list of objects'),
+    ('{"messages": [{"content": "a"}]}', 'line 2: "messages" must be a list of objects with "role"'),
+    ('{"messages": []}', 'line 2: "turns" must be a list of texts'),
+    ('{"messages": [{"role": "assistant", "content": "a"}]}', "line 2: message 1 has role 'assistant', expected 'user'"),
+    ('{"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}',
+     "line 2: message 2 has role 'user', expected 'assistant'"),
+])
+def test_a_bad_row_is_refused_with_its_line(tmp_path: Path, line: str, said: str) -> None:
+    with pytest.raises(UserError, match=said) as caught:
+        run(write(tmp_path, {"turns": ["good"]}, line), tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("content", "said"), [
+    (b"", "holds no prompt"), (b"\n  \n", "holds no prompt"), (b'{"turns": ["caf\xe9"]}\n', "cannot be read"),
+    (None, "cannot be read")])
+def test_a_file_that_holds_no_prompts_is_refused(tmp_path: Path, content: bytes | None, said: str) -> None:
+    path = tmp_path / "file.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=f"{path} {said}"):
+        Jsonl(str(path)).rows()
+
+
+def test_a_missing_file_is_named_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read .*give a JSONL file"):
+        Prompts(Jsonl(str(tmp_path / "none.jsonl")), None, 0).external()
+
+
+def test_an_id_occurs_once(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="'twice' occurs twice"):
+        run(write(tmp_path, {"turns": ["a"], "id": "twice"}, {"turns": ["b"], "id": "twice"}), tmp_path)
+
+
+def test_the_fingerprint_follows_the_bytes(tmp_path: Path) -> None:
+    one = write(tmp_path, {"turns": ["a"]}).fingerprint()
+    assert write(tmp_path, {"turns": ["a"]}).fingerprint() == one
+    assert write(tmp_path, {"turns": ["b"]}).fingerprint() != one
+
+
+def test_held_out_rows_are_chosen_by_their_text(tmp_path: Path) -> None:
+    """Order and ids do not matter, and new rows move few: what was trained on does not become held out."""
+    rows = [{"turns": [f"question {number}"], "id": f"q{number}"} for number in range(40)]
+    first = set(names(run(write(tmp_path, *rows), tmp_path, heldout=8), "heldout"))
+    assert len(first) == 8
+    assert set(names(run(write(tmp_path, *reversed(rows)), tmp_path, heldout=8), "heldout")) == first
+    more = [*rows, {"turns": ["one more"], "id": "new"}]
+    assert len(set(names(run(write(tmp_path, *more), tmp_path, heldout=8), "heldout")) & first) >= 7
+
+
+def test_a_given_split_is_kept_and_cut_evenly_over_categories(tmp_path: Path) -> None:
+    rows = [{"turns": [f"{kind} {number}"], "id": f"{kind}{number}", "category": kind, "split": "heldout"}
+            for kind in ("code", "chat") for number in range(3)]
+    rows.append({"turns": ["t"], "id": "t", "split": "train"})
+    assert names(run(write(tmp_path, *rows), tmp_path, heldout=3), "heldout") == ["code0", "code1", "chat0"]
+    filled = run(write(tmp_path, *rows, {"turns": ["u"], "id": "u"}), tmp_path, heldout=7)
+    assert len(names(filled, "heldout")) == 7 and len(names(filled, "train")) == 1
+
+
+def test_the_limit_takes_the_first_training_rows(tmp_path: Path) -> None:
+    rows = [{"turns": [f"question {number}"]} for number in range(20)]
+    unlimited = names(run(write(tmp_path, *rows), tmp_path, heldout=5), "train")
+    assert names(run(write(tmp_path, *rows), tmp_path, limit=4, heldout=5), "train") == unlimited[:4]
+
+
+@pytest.mark.parametrize(("limit", "heldout", "said"), [
+    (None, 2, "prompts.heldout=2 leaves nothing"), (None, 5, "prompts.heldout=5"), (0, 1, "prompts.limit=0")])
+def test_something_must_be_left_to_train_on(tmp_path: Path, limit: int | None, heldout: int, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        run(write(tmp_path, {"turns": ["a"]}, {"turns": ["b"]}), tmp_path, limit=limit, heldout=heldout)
+
+
+def test_the_built_in_prompts_have_a_split_of_their_own(tmp_path: Path) -> None:
+    rows = Builtin().rows()
+    train, heldout = ({prompt.id for prompt, name in rows if name == part} for part in ("train", "heldout"))
+    assert len(heldout) >= 64 and len(train) >= 400 and len(train | heldout) == len(rows)

@@ -1,0 +1,176 @@
+"""Answers of the tiny target: what is stored, how a stopped run goes on, and what does not fit."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import copied, engine
+
+from trainer.data.chat import Chat
+from trainer.data.prompts import Jsonl, Prompts
+from trainer.data.responses import AsGiven, GroupFile, Regenerate, read_samples
+from trainer.engines.transformers import TransformersEngine
+from trainer.errors import UserError
+from trainer.records import Completion, Sampling
+from trainer.target import Target
+
+TALKS = [{"id": f"p{number}", "turns": ["x" * number + "?", "and?"][:1 + (number == 2)], "category": "chat"}
+         for number in range(9)]
+
+
+class Interrupted(TransformersEngine):
+    """Stops like a key press when the third group is asked for."""
+
+    asked = 0
+
+    def generate(self, prompts: Sequence[Sequence[int]], keys: Sequence[str],
+                 sampling: Sampling) -> list[Completion]:
+        self.asked += 1
+        if self.asked == 3:
+            raise KeyboardInterrupt
+        return super().generate(prompts, keys, sampling)
+
+
+@pytest.fixture(scope="module")
+def talkative(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """The tiny target with many end tokens, so that its answers end by themselves, some at once."""
+    ends = [*tiny_target.end_ids, *range(0, 60)]
+    return copied(tiny_target, tmp_path_factory.mktemp("made") / "target", generation_config={"eos_token_id": ends})
+
+
+def prompts(folder: Path, rows: list[dict[str, Any]]) -> dict[str, Path]:
+    source, out = folder / "source.jsonl", folder / "prompts"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out.mkdir(parents=True)
+    Prompts(Jsonl(str(source)), None, 0).run({}, out)
+    return {"prompts": out}
+
+
+def ask(target: Target, inputs: dict[str, Path], out: Path, tokens: int = 12, too_long: Any = "error",
+        temperature: float = 0.0, **settings: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    out.mkdir(exist_ok=True)
+    stage = Regenerate(target, engine(**{"batch": 3, **settings}), Sampling(tokens, temperature, 1.0, 5), too_long)
+    record = stage.run(inputs, out)
+    return record, [json.loads(line) for line in (out / "responses.jsonl").read_text().splitlines()]
+
+
+def test_the_record_counts_cut_and_empty_answers(talkative: Target, tmp_path: Path) -> None:
+    record, rows = ask(talkative, prompts(tmp_path, TALKS), tmp_path / "out")
+    ends = {row["id"]: row["tokens"] for row in rows}
+    cut = {name for name, tokens in ends.items() if tokens[-1] not in talkative.end_ids}
+    empty = {name for name, tokens in ends.items() if len(tokens) == 1 and name not in cut}
+    assert record["rows"] == len(rows) == 10 and record["turns_without_room"] == 0
+    assert set(record["cut_ids"]) == cut and record["cut"] == len(cut) > 0
+    assert set(record["empty_ids"]) == empty and record["empty"] == len(empty) > 0
+    assert all(len(ends[name]) == 12 for name in cut)
+    assert record["supervised"] == sum(map(len, ends.values()))
+    assert record["tokens"] == record["supervised"] + sum(len(row["prompt"]) for row in rows)
+
+
+def test_stored_ids_are_those_that_went_in_and_came_out(talkative: Target, tmp_path: Path) -> None:
+    inputs = prompts(tmp_path, [{"id": "a", "turns": ["one", "two"], "system": "Be brief."}])
+    ask(talkative, inputs, tmp_path / "out")
+    first, second = read_samples(tmp_path / "out", "train")
+    rows = [json.loads(line) for line in (tmp_path / "out" / "responses.jsonl").read_text().splitlines()]
+    chat = Chat(talkative.tokenizer, {}, talkative.end_ids)
+    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "one"}]
+    assert rows[0]["prompt"] == chat.prompt(said)
+    answer = talkative.tokenizer.decode(rows[0]["tokens"], skip_special_tokens=True)
+    said += [{"role": "assistant", "content": answer}, {"role": "user", "content": "two"}]
+    assert rows[1]["prompt"] == chat.prompt(said), "a later turn follows the target's own answer"
+    for sample, row in zip((first, second), rows, strict=True):
+        assert list(sample.tokens) == row["prompt"] + row["tokens"]
+        assert sample.loss_mask == (False,) * len(row["prompt"]) + (True,) * len(row["tokens"])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_an_interrupted_run_ends_with_the_same_bytes(talkative: Target, tmp_path: Path, temperature: float) -> None:
+    inputs = prompts(tmp_path, TALKS)
+    record, _ = ask(talkative, inputs, tmp_path / "whole", temperature=temperature)
+    with pytest.raises(KeyboardInterrupt):
+        ask(talkative, inputs, tmp_path / "parts", temperature=temperature, kind=Interrupted)
+    path = tmp_path / "parts" / "responses.jsonl"
+    assert 0 < len(path.read_bytes()) < len((tmp_path / "whole" / "responses.jsonl").read_bytes())
+    with path.open("ab") as file:
+        file.write(b'{"id": "p0#0", "split": "tr')
+    again, _ = ask(talkative, inputs, tmp_path / "parts", temperature=temperature)
+    assert path.read_bytes() == (tmp_path / "whole" / "responses.jsonl").read_bytes()
+    assert again == record
+
+
+GROUPS = [[{"id": "a", "tokens": [1, 2]}, {"id": "b", "tokens": []}], [{"id": "c", "text": "é\u2028"}],
+          [{"id": "d", "tokens": [3]}, {"id": "e", "tokens": [4]}, {"id": "f", "tokens": [5]}]]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(min_value=0, max_value=400), st.sampled_from([b"", b"\0\0\0\0\0", b"\xff"]))
+def test_a_file_cut_anywhere_keeps_whole_groups_and_is_finished_alike(cut: int, noise: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "file.jsonl"
+        whole = GroupFile(path)
+        ends = [0]
+        for group in GROUPS:
+            whole.append(group)
+            ends.append(path.stat().st_size)
+        expected = path.read_bytes()
+        path.write_bytes(expected[:cut] + noise)
+        found = GroupFile(path)
+        kept = max(index for index, end in enumerate(ends) if end <= cut)
+        assert list(found.rows.values()) == [row for group in GROUPS[:kept] for row in group]
+        for group in GROUPS:
+            if not found.has(group):
+                found.append(group)
+        assert path.read_bytes() == expected and GroupFile(path).rows == whole.rows
+
+
+def test_a_prompt_without_room_is_an_error_or_dropped_and_counted(talkative: Target, tmp_path: Path) -> None:
+    inputs = prompts(tmp_path, [{"id": "short", "turns": ["a"]}, {"id": "long", "turns": ["b" * 100]}])
+    with pytest.raises(UserError, match=r"prompt long has 1\d\d tokens, .* engine.max_length=80; .*too_long=drop"):
+        ask(talkative, inputs, tmp_path / "out", max_length=80)
+    record, rows = ask(talkative, inputs, tmp_path / "out", max_length=80, too_long="drop")
+    assert record["dropped"] == 1 and record["dropped_ids"] == ["long"]
+    assert [row["id"] for row in rows] == ["short#0"]
+    with pytest.raises(UserError, match="all 2 prompts are longer"):
+        ask(talkative, inputs, tmp_path / "none", max_length=10, too_long="drop")
+
+
+def test_turns_whose_history_outgrew_the_limit_are_counted(tiny_target: Target, tmp_path: Path) -> None:
+    inputs = prompts(tmp_path, [{"id": "a", "turns": ["one", "two", "three"]}, {"id": "b", "turns": ["x"]}])
+    record, rows = ask(tiny_target, inputs, tmp_path / "out", max_length=50, tokens=100)
+    assert sorted(row["id"] for row in rows) == ["a#0", "b#0"] and record["turns_without_room"] == 2
+    assert max(len(row["prompt"] + row["tokens"]) for row in rows) == 50
+
+
+def test_given_answers_are_kept_with_a_mask_from_the_template(tiny_target: Target, tmp_path: Path) -> None:
+    inputs = prompts(tmp_path, [{"id": "a[/x]", "turns": ["one", "two"], "answers": ["first", "second"]},
+                                {"id": "b", "turns": ["y" * 90], "answers": ["z"]},
+                                {"id": "c", "turns": ["y"], "answers": [""]}])
+    out = tmp_path / "out"
+    out.mkdir()
+    record = AsGiven(tiny_target, 90).run(inputs, out)
+    given, empty = read_samples(out, "train")
+    green = [token for token, flag in zip(given.tokens, given.loss_mask, strict=True) if flag]
+    assert tiny_target.tokenizer.decode(green) == "first<|im_end|>second<|im_end|>"
+    assert (given.id, empty.id, empty.supervised) == ("a[/x]#0", "c#0", 1)
+    assert record["dropped_ids"] == ["b"] and record["empty_ids"] == ["c#0"] and record["rows"] == 2
+    with pytest.raises(UserError, match="all 3 conversations are longer than responses.max_length=5"):
+        AsGiven(tiny_target, 5).run(inputs, out)
+
+
+def test_every_turn_needs_a_given_answer(tiny_target: Target, tmp_path: Path) -> None:
+    inputs = prompts(tmp_path, [{"id": "a", "turns": ["one", "two"], "answers": ["first"]}])
+    with pytest.raises(UserError, match="prompt a has 2 turns but 1 answers"):
+        AsGiven(tiny_target, 90).run(inputs, tmp_path)
+
+
+def test_rows_without_any_supervised_token_are_refused(talkative: Target, tmp_path: Path) -> None:
+    inputs = prompts(tmp_path, [{"id": "c", "turns": ["y"], "answers": [""]}])
+    with pytest.raises(UserError, match="is supervised: no answer was found"):
+        AsGiven(talkative, 90).run(inputs, tmp_path)

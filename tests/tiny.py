@@ -1,0 +1,59 @@
+"""What tests of several rooms need around the tiny target: its engine, changed copies of it, and samples."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from trainer.engines.transformers import TransformersEngine
+from trainer.records import HiddenStates, Sample
+from trainer.target import Folder, Target
+
+
+def engine(dtype: str = "float32", batch: int = 4, prefill_tokens: int = 0, max_length: int = 512,
+           kind: type[TransformersEngine] = TransformersEngine) -> TransformersEngine:
+    return kind(dtype, batch, prefill_tokens, max_length, False, {"device": "cpu"})
+
+
+def copied(target: Target, folder: Path, weights: Callable[[dict[str, Tensor]], Any] | None = None,
+           **files: dict[str, Any]) -> Target:
+    """The target in a folder of its own: `weights` changes its tensors in place, `files` updates JSON files
+    by their stem."""
+    shutil.copytree(target.folder, folder)
+    if weights is not None:
+        tensors = load_file(folder / "model.safetensors")
+        weights(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    for stem, changes in files.items():
+        path = folder / f"{stem}.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return replace(target, source=Folder(str(folder)))
+
+
+def uneven_norms(tensors: dict[str, Tensor]) -> None:
+    """Gives every norm weights of its own: with weights of one, a norm taken twice goes unseen."""
+    generator = torch.Generator().manual_seed(1)
+    for name, tensor in tensors.items():
+        if tensor.ndim == 1:
+            tensor.copy_(torch.rand(tensor.shape, generator=generator) * 1.5 + 0.25)
+            assert "norm" in name
+
+
+def random_samples(lengths: Sequence[int], prompt: int = 8, seed: int = 0) -> list[Sample]:
+    """Samples of random bytes, of which all after the first `prompt` tokens are supervised."""
+    generator = torch.Generator().manual_seed(seed)
+    return [Sample(f"s{number}", tuple(torch.randint(0, 256, (length,), generator=generator).tolist()),
+                   tuple(index >= prompt for index in range(length))) for number, length in enumerate(lengths)]
+
+
+def states_of(target: Target, samples: Sequence[Sample], tap_layers: Sequence[int]) -> list[HiddenStates]:
+    with engine().load(target.folder, target.end_ids) as loaded:
+        return list(loaded.hidden_states([sample.tokens for sample in samples], tap_layers))

@@ -1,0 +1,62 @@
+"""Every optimizer of conf/optimizer learns, and goes on bit for bit from a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from hydra.utils import instantiate
+from torch import nn
+
+from trainer.training import checkpoint
+
+OPTIMIZERS = sorted((Path(__file__).parents[2] / "conf/optimizer").glob("*.yaml"))
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 4))
+
+
+def steps(module: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> list[float]:
+    """Losses of steps that depend on their number alone."""
+    losses = []
+    for number in range(first, last):
+        generator = torch.Generator().manual_seed(number)
+        inputs = torch.randn(32, 8, generator=generator)
+        loss = (module(inputs) - inputs[:, :4].sin()).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("path", OPTIMIZERS, ids=lambda path: path.stem)
+def test_it_learns_and_resumes_to_the_bit(path: Path, tmp_path: Path) -> None:
+    make = instantiate(yaml.safe_load(path.read_text()) | {"lr": 0.01}, _convert_="all")
+    whole = model()
+    optimizer = make(whole.parameters())
+    losses = steps(whole, optimizer, 0, 40)
+    assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
+
+    first = model()
+    optimizer = make(first.parameters())
+    steps(first, optimizer, 0, 17)
+    saved = checkpoint.save(tmp_path, 17, first, optimizer, {}, keep=1)
+    again = model()
+    optimizer = make(again.parameters())
+    assert checkpoint.load(saved, again, optimizer)["step"] == 17
+    assert steps(again, optimizer, 17, 40) == losses[17:]
+    for one, other in zip(whole.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_muon_takes_the_matrices_alone() -> None:
+    node = yaml.safe_load((Path(__file__).parents[2] / "conf/optimizer/muon.yaml").read_text())
+    parts = instantiate(node)(model().parameters()).parts
+    shapes = [{parameter.ndim for group in part.param_groups for parameter in group["params"]}
+              for part in parts]
+    assert shapes == [{2}, {1}]

@@ -30,7 +30,7 @@ SMOKE = ["recipe=smoke", "hardware.compile=false"]
 ALONE = [*SMOKE, "evaluate.server=null"]
 # many small parts, so that a stage is stopped in its middle and not after it
 SLOW = [*ALONE, "prompts.limit=160", "reference.batch=8", "hidden_states.shard_tokens=500",
-        "train.tokens=512", "train.steps=60", "train.runtime.checkpoint_every=4"]
+        "train.tokens=640", "train.steps=60", "train.runtime.checkpoint_every=4"]
 PARTS = {"responses": "responses.jsonl", "hidden_states": "shard-*.safetensors",
          "train": "checkpoints/step_??????"}
 STAGES = ("prompts", "responses", "hidden_states", "train", "export", "evaluate", "report")

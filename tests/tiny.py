@@ -57,3 +57,16 @@ def random_samples(lengths: Sequence[int], prompt: int = 8, seed: int = 0) -> li
 def states_of(target: Target, samples: Sequence[Sample], tap_layers: Sequence[int]) -> list[HiddenStates]:
     with engine().load(target.folder, target.end_ids) as loaded:
         return list(loaded.hidden_states([sample.tokens for sample in samples], tap_layers))
+
+
+def write_responses(folder: Path, samples: Sequence[Sample], heldout: int = 0) -> Path:
+    """A finished stage `responses` with these samples, the last `heldout` of them held out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "responses.jsonl").open("w") as file:
+        for number, sample in enumerate(samples):
+            start = sample.loss_mask.index(True) if True in sample.loss_mask else len(sample.tokens)
+            split = "heldout" if number >= len(samples) - heldout else "train"
+            file.write(json.dumps({"id": sample.id, "split": split, "category": sample.category, "language": "en",
+                                   "prompt": sample.tokens[:start], "tokens": sample.tokens[start:],
+                                   "finish_reason": "stop"}) + "\n")
+    return folder

@@ -103,8 +103,12 @@ def byte_tokenizer(vocab_size: int) -> Any:
 
 
 def _made_once(folder: Path, make: Any) -> Path:
+    from transformers.utils import logging
+
     if folder.is_dir():
         return folder
+    print(f"making the target {folder.name}; this happens once, it is kept in {folder.parent}", flush=True)
+    logging.disable_progress_bar()
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -30,11 +30,11 @@ pytestmark = pytest.mark.vllm
 K = 3
 TOKENS = 65  # one from the prompt and sixteen whole steps of K + 1
 SETTINGS = ["recipe=smoke", "target=smollm2", "prompts=jsonl", "prompts.heldout=0", "reference.dtype=float32",
-            f"responses.sampling.max_new_tokens={TOKENS}", "drafter.layers=2", "drafter.start_layers=[-2,-1]", f"drafter.block_size={K + 1}",
-            "drafter.anchors=64", "drafter.draft_vocab_size=256", "drafter.decay_gamma=100",
-            "train.tokens=128", "train.steps=150", "train.heldout_every=1000", "optimizer.lr=2e-3",
-            "hardware.compile=false", "hardware.precision=float32", f"export.default_k={K}",
-            "export.dtype=float32",
+            f"responses.sampling.max_new_tokens={TOKENS}", "drafter.layers=2", "drafter.start_layers=[-2,-1]",
+            f"drafter.block_size={K + 1}", "drafter.anchors=64", "drafter.draft_vocab_size=256",
+            "drafter.decay_gamma=100", "train.tokens=128", "train.steps=150", "train.heldout_every=1000",
+            "optimizer.lr=1e-3", "hardware.compile=false", "hardware.precision=float32",
+            f"export.default_k={K}", "export.dtype=float32",
             "run=[prompts,responses,hidden_states,train,export]"]
 
 

@@ -22,6 +22,8 @@ from trainer.engines.growing_cache import growing_cache
 from trainer.errors import UserError
 from trainer.records import Completion, HiddenStates, Sampling
 
+CROWDED = 0.85  # finished rows leave when so few still run: each time the whole cache is copied
+
 
 class TransformersEngine(TargetEngine):
     """`dtype` of weights and activations; `batch` rows decode together; `prefill_tokens` bounds a pass."""
@@ -72,27 +74,30 @@ class TransformersEngine(TargetEngine):
         answers: list[list[int]] = [[] for _ in prompts]
         reasons = ["length"] * len(prompts)
         generators = [_generator(sampling.seed, key) for key in keys]
-        alive = list(range(len(prompts)))
+        slots, running = list(range(len(prompts))), set(range(len(prompts)))
         logits, cache, mask, position = self._prefill(prompts)
         for _ in range(sampling.max_new_tokens):
-            picked = _pick(logits, sampling, [generators[row] for row in alive])
-            keep = []
-            for slot, (row, token) in enumerate(zip(alive, picked.tolist(), strict=True)):
+            picked = _pick(logits, sampling, [generators[row] for row in slots])
+            for row, token in zip(slots, picked.tolist(), strict=True):
+                if row not in running:
+                    continue
                 answers[row].append(token)
                 if token in self.end_ids:
                     reasons[row] = "stop"
-                elif len(answers[row]) < sampling.max_new_tokens \
-                        and len(prompts[row]) + len(answers[row]) < self.max_length:
-                    keep.append(slot)
-            if not keep:
+                full = len(answers[row]) == sampling.max_new_tokens \
+                    or len(prompts[row]) + len(answers[row]) == self.max_length
+                if full or token in self.end_ids:
+                    running.discard(row)
+            if not running:
                 break
-            if len(keep) < len(alive):
-                index = torch.tensor(keep, device=self.device)
-                alive = [alive[slot] for slot in keep]
+            if len(running) <= CROWDED * len(slots):
+                index = torch.tensor([slot for slot, row in enumerate(slots) if row in running])
+                slots = [slots[slot] for slot in index.tolist()]
+                index = index.to(self.device)
                 picked, mask, position = picked[index], mask[index], position[index]
                 cache.select(index)
             position = position + 1
-            mask = torch.cat([mask, mask.new_ones(len(alive), 1)], dim=1)
+            mask = torch.cat([mask, mask.new_ones(len(slots), 1)], dim=1)
             logits = self.model(input_ids=picked[:, None], attention_mask=mask,
                                 position_ids=position[:, None], **{cache_argument(self.model): cache},
                                 logits_to_keep=1).logits[:, -1]

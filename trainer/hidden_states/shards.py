@@ -95,8 +95,6 @@ class ShardReader:
                             "extract again")
         return HiddenStates(taps, last)
 
-
-
     def close(self) -> None:
         self._open.clear()
 

@@ -1,0 +1,152 @@
+"""The reference engine against plain transformers: greedy text, sampling, hidden states, and a session that rewinds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from tiny import engine, random_samples
+from transformers import AutoModelForCausalLM
+
+from trainer.engines.transformers import TransformersEngine
+from trainer.errors import UserError
+from trainer.records import Sampling
+from trainer.target import Target
+
+GREEDY = Sampling(40, 0.0, 1.0, 0)
+PROMPTS = [sample.tokens for sample in random_samples((9, 30, 3, 17, 24), seed=4)]
+KEYS = [f"k{number}" for number in range(5)]
+ENDS = (258, *range(0, 25))  # many, so that rows leave the batch at different times
+
+
+@pytest.fixture(scope="module")
+def model(tiny_target: Target) -> Any:
+    return AutoModelForCausalLM.from_pretrained(tiny_target.folder, dtype=torch.float32).eval()
+
+
+def alone(model: Any, prompt: tuple[int, ...], new: int) -> tuple[int, ...]:
+    """The greedy answer of transformers' own loop."""
+    with torch.inference_mode():
+        found = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                               max_new_tokens=new, do_sample=False, eos_token_id=list(ENDS), pad_token_id=0)
+    return tuple(found[0, len(prompt):].tolist())
+
+
+def generate(target: Target, prompts: list[tuple[int, ...]], keys: list[str], sampling: Sampling,
+             **settings: Any) -> list[tuple[tuple[int, ...], str]]:
+    with engine(**settings).load(target.folder, ENDS) as loaded:
+        return [(each.tokens, each.finish_reason) for each in loaded.generate(prompts, keys, sampling)]
+
+
+def test_greedy_answers_are_those_of_transformers(tiny_target: Target, model: Any) -> None:
+    found = generate(tiny_target, PROMPTS, KEYS, GREEDY)
+    assert [tokens for tokens, _ in found] == [alone(model, prompt, 40) for prompt in PROMPTS]
+    assert len({len(tokens) for tokens, _ in found}) > 2, "rows leave the batch at different times"
+    for tokens, reason in found:
+        assert (tokens[-1] in ENDS) == (reason == "stop") and not set(tokens[:-1]) & set(ENDS)
+
+
+def test_the_cache_grows_past_its_first_blocks(tiny_target: Target, model: Any) -> None:
+    prompts = [sample.tokens for sample in random_samples((127, 120, 250, 3), seed=2)]
+    found = generate(tiny_target, prompts, KEYS[:4], Sampling(150, 0.0, 1.0, 0))
+    assert [tokens for tokens, _ in found] == [alone(model, prompt, 150) for prompt in prompts]
+    assert max(len(prompt + tokens) for prompt, (tokens, _) in zip(prompts, found, strict=True)) > 257
+
+
+def test_a_draw_depends_on_seed_and_key_alone(tiny_target: Target) -> None:
+    warm = Sampling(25, 0.9, 0.95, 3)
+    together = generate(tiny_target, PROMPTS, KEYS, warm)
+    assert generate(tiny_target, PROMPTS, KEYS, warm) == together
+    assert generate(tiny_target, PROMPTS[::-1], KEYS[::-1], warm)[::-1] == together
+    assert generate(tiny_target, PROMPTS[2:3], KEYS[2:3], warm) == together[2:3]
+    assert generate(tiny_target, PROMPTS, KEYS, Sampling(25, 0.9, 0.95, 4)) != together
+    same = generate(tiny_target, PROMPTS[:1] * 5, KEYS, warm)
+    assert len(set(same)) == 5, "requests of one prompt differ by their keys"
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.6), (2.0, 0.9)])
+def test_samples_follow_the_filtered_distribution(tiny_target: Target, model: Any, temperature: float,
+                                                  top_p: float) -> None:
+    count = 3000
+    with torch.inference_mode():
+        scaled = model(torch.tensor([PROMPTS[0]])).logits[0, -1].double() / temperature
+    wanted = dict(enumerate(scaled.softmax(-1).tolist()))
+    nucleus: dict[int, float] = {}
+    for token, share in sorted(wanted.items(), key=lambda item: -item[1]):
+        if sum(nucleus.values()) >= top_p:
+            break
+        nucleus[token] = share
+    found = Counter(tokens[0] for tokens, _ in generate(
+        tiny_target, [PROMPTS[0]] * count, [str(number) for number in range(count)],
+        Sampling(1, temperature, top_p, 0)))
+    assert set(found) <= set(nucleus)
+    total = sum(nucleus.values())
+    for token, share in nucleus.items():
+        expected = share / total
+        assert abs(found[token] / count - expected) < 5 * (expected * (1 - expected) / count) ** 0.5 + 1 / count
+
+
+def test_an_answer_ends_where_the_engine_s_length_does(tiny_target: Target) -> None:
+    [(tokens, reason)] = generate(tiny_target, PROMPTS[1:2], KEYS[:1], GREEDY, max_length=33)
+    [(whole, _)] = generate(tiny_target, PROMPTS[1:2], KEYS[:1], GREEDY)
+    assert tokens == whole[:3] and reason == "length"
+    with pytest.raises(UserError, match="a row has 30 tokens but engine.max_length is 30"):
+        generate(tiny_target, PROMPTS, KEYS, GREEDY, max_length=30)
+
+
+@pytest.mark.parametrize("prefill_tokens", [0, 64])
+def test_hidden_states_are_those_of_the_decoder(tiny_target: Target, model: Any, prefill_tokens: int) -> None:
+    """All but the last, which transformers reports after the final norm and we want before it."""
+    with engine(prefill_tokens=prefill_tokens).load(tiny_target.folder, ENDS) as loaded:
+        found = list(loaded.hidden_states(PROMPTS, [0, 2, 3]))
+    assert len(found) == len(PROMPTS)
+    for prompt, state in zip(PROMPTS, found, strict=True):
+        with torch.inference_mode():
+            output = model(torch.tensor([prompt]), output_hidden_states=True)
+            normed = model.get_decoder().norm(state.last)
+            logits = model.lm_head(normed)
+        embedded, after_two, after_all = state.taps.chunk(3, dim=-1)
+        assert torch.equal(embedded, output.hidden_states[0][0])
+        torch.testing.assert_close(after_two, output.hidden_states[2][0], atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(normed, output.hidden_states[3][0], atol=1e-4, rtol=1e-5)
+        assert torch.equal(after_all, state.last) and not torch.allclose(state.last, output.hidden_states[3][0])
+        torch.testing.assert_close(logits, output.logits[0], atol=1e-4, rtol=1e-5)
+
+
+def test_a_session_reads_step_by_step_and_forgets(tiny_target: Target, model: Any) -> None:
+    tokens = PROMPTS[1]
+    with torch.inference_mode():
+        output = model(torch.tensor([tokens]), output_hidden_states=True)
+    with engine().load(tiny_target.folder, ENDS) as loaded:
+        session = loaded.session([1, 2])
+        session.step(tokens[:10])
+        session.step([7, 8, 9, 10, 11])  # a draft of which two tokens are taken back, then all of it
+        session.rewind(13)
+        session.rewind(10)
+        parts = [session.step(tokens[10:11]), session.step(tokens[11:])]
+        session.rewind(len(tokens))
+    logits, taps = (torch.cat([part[index] for part in parts]) for index in range(2))
+    torch.testing.assert_close(logits, output.logits[0, 10:], atol=1e-4, rtol=1e-5)
+    expected = torch.cat([output.hidden_states[1][0, 10:], output.hidden_states[2][0, 10:]], dim=-1)
+    torch.testing.assert_close(taps, expected, atol=1e-4, rtol=1e-5)
+
+
+def test_rewinding_leaves_no_trace(tiny_target: Target) -> None:
+    with engine().load(tiny_target.folder, ENDS) as loaded:
+        fresh, rewound = loaded.session([1]), loaded.session([1])
+        fresh.step(PROMPTS[0])
+        rewound.step(PROMPTS[0])
+        rewound.step([1, 2, 3])
+        rewound.rewind(len(PROMPTS[0]))
+        for one, two in zip(fresh.step([5, 6]), rewound.step([5, 6]), strict=True):
+            assert torch.equal(one, two)
+
+
+def test_the_model_is_freed_on_the_way_out(tiny_target: Target) -> None:
+    bound = engine().load(tiny_target.folder, ENDS)
+    assert isinstance(bound, TransformersEngine) and bound.model is None, "binding loads nothing"
+    with bound as loaded:
+        assert loaded.model is not None and loaded.group == 4 and loaded.max_length == 512
+    assert bound.model is None

@@ -1,0 +1,174 @@
+"""Facts of a target, and one sentence for each way in which a folder cannot be used."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import copied
+
+from trainer.errors import UserError
+from trainer.target import Folder, Target, check_folder
+from trainer.target_made import PackagedGguf, RandomLlama
+
+
+@pytest.fixture
+def folder(tiny_target: Target, tmp_path: Path) -> Path:
+    return copied(tiny_target, tmp_path / "target").folder
+
+
+def in_shards(folder: Path) -> None:
+    """Splits the weights into two shards with an index."""
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    parts = {"model-00001-of-00002.safetensors": names[:10], "model-00002-of-00002.safetensors": names[10:]}
+    for file, inside in parts.items():
+        save_file({name: tensors[name] for name in inside}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(
+        {"weight_map": {name: file for file, inside in parts.items() for name in inside}}))
+    (folder / "model.safetensors").unlink()
+
+
+def remove(*patterns: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        for pattern in patterns:
+            for path in folder.glob(pattern):
+                path.unlink()
+    return change
+
+
+def lose_a_shard(folder: Path) -> None:
+    in_shards(folder)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    (shutil.rmtree, "has no config.json"),
+    (remove("config.json"), "has no config.json"),
+    (lambda folder: (folder / "config.json").write_text("{"), "config.json .*is not valid JSON"),
+    (remove("tokenizer*"), r"has no tokenizer \(none of tokenizer.json"),
+    (remove("*.safetensors"), "has no safetensors weights"),
+    (lose_a_shard, r"lacks 1 of the 2 shards .*\(model-00002-of-00002.safetensors\)"),
+    (lambda folder: (folder / "model.safetensors.index.json").write_text("[]"), "index.json is not an index"),
+])
+def test_an_unusable_folder_is_said_in_one_sentence(folder: Path, change: Callable[[Path], None], said: str,
+                                                    tiny_target: Target) -> None:
+    change(folder)
+    target = replace(tiny_target, source=Folder(str(folder)))
+    with pytest.raises(UserError, match=said) as caught:
+        _ = target.config
+    assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_folder_in_shards_is_complete(folder: Path) -> None:
+    in_shards(folder)
+    check_folder(folder)
+
+
+def test_the_home_folder_may_be_abbreviated(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert Folder("~/target").folder() == folder.resolve()
+
+
+def test_the_text_part_of_a_nested_config_counts(folder: Path, tiny_target: Target) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({"model_type": "vlm", "text_config": config}))
+    assert replace(tiny_target, source=Folder(str(folder))).config == config
+
+
+@pytest.mark.parametrize("token", ["<|mask|>", "<|unused_5|>", 259, 300])
+def test_the_mask_token_is_a_text_or_an_id(tiny_target: Target, token: str | int) -> None:
+    found = replace(tiny_target, mask_token=token).mask_token_id
+    assert found == (token if isinstance(token, int) else tiny_target.tokenizer.convert_tokens_to_ids(token))
+
+
+@pytest.mark.parametrize(("token", "said"), [
+    ("<|nothing|>", "'<|nothing|>' is not one of the 320 rows"), (320, "320 is not one of the 320 rows"),
+    (-1, "-1 is not one of"), ("<|im_end|>", "begins or ends tiny's texts"), ("<|im_start|>", "begins or ends")])
+def test_another_mask_token_is_refused_with_a_suggestion(tiny_target: Target, token: str | int, said: str) -> None:
+    with pytest.raises(UserError, match=said.replace("|", r"\|")) as caught:
+        _ = replace(tiny_target, mask_token=token).mask_token_id
+    suggested = [name for name in tiny_target.unused_tokens() if str(name) in str(caught.value)]
+    assert len(suggested) == 4 and "<|im_end|>" not in suggested
+    for name in suggested:
+        assert replace(tiny_target, mask_token=name).mask_token_id < 320
+
+
+def test_rows_beyond_the_tokenizer_are_suggested_first(tiny_target: Target, tmp_path: Path) -> None:
+    """The embedding is often larger than the tokenizer; those rows are never emitted by a trained target."""
+    larger = copied(tiny_target, tmp_path / "larger", config={"vocab_size": 322})
+    assert larger.unused_tokens()[:2] == [320, 321]
+    with pytest.raises(UserError, match="for example one of .*320, 321"):
+        _ = replace(larger, mask_token="none").mask_token_id
+    assert replace(larger, mask_token=321).mask_token_id == 321
+
+
+def test_ids_at_which_generation_stops_come_from_all_files(tiny_target: Target, tmp_path: Path) -> None:
+    assert tiny_target.end_ids == (tiny_target.tokenizer.eos_token_id,)
+    more = copied(tiny_target, tmp_path / "more", generation_config={"eos_token_id": [256, 258]},
+                  config={"eos_token_id": 256})
+    assert more.end_ids == (256, 258)
+
+
+def changed_weight(tensors: dict[str, torch.Tensor]) -> None:
+    for tensor in tensors.values():
+        tensor.mul_(1.001)
+
+
+def test_the_identity_follows_weights_configuration_and_template(tiny_target: Target, tmp_path: Path) -> None:
+    same = copied(tiny_target, tmp_path / "same")
+    assert same.identity == tiny_target.identity and len(same.identity) == 16
+    others = {copied(tiny_target, tmp_path / "weights", changed_weight).identity,
+              copied(tiny_target, tmp_path / "config", config={"rms_norm_eps": 1e-5}).identity,
+              copied(tiny_target, tmp_path / "ends", generation_config={"eos_token_id": [256, 258]}).identity}
+    template = copied(tiny_target, tmp_path / "template")
+    path = template.folder / "chat_template.jinja"
+    path.write_text(path.read_text() + "\n")
+    others.add(template.identity)
+    assert len(others) == 4 and tiny_target.identity not in others
+
+
+def test_the_template_s_hash_follows_its_text_and_arguments(tiny_target: Target) -> None:
+    hashes = {replace(tiny_target, template=each).template_hash for each in ({}, {"thinking": True},
+                                                                             {"thinking": False})}
+    assert len(hashes) == 3
+    other = replace(tiny_target)
+    other.tokenizer.chat_template += " "
+    assert other.template_hash not in hashes
+
+
+def test_a_missing_gguf_package_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"package no_such_package is not installed; run `make setup`"):
+        PackagedGguf("no_such_package", {"cache": str(tmp_path)}).folder()
+    with pytest.raises(UserError, match="package json holds no .gguf file"):
+        PackagedGguf("json", {"cache": str(tmp_path)}).folder()
+
+
+def test_a_target_that_is_made_is_made_once_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = RandomLlama(32, 1, 2, 1, 48, 280, False, 3, {"cache": str(tmp_path)})
+    made = source.folder()
+    stamps = {path: path.stat().st_mtime_ns for path in made.iterdir()}
+    assert source.folder() == made and {path: path.stat().st_mtime_ns for path in made.iterdir()} == stamps
+    check_folder(made)
+    again = RandomLlama(32, 1, 2, 1, 48, 280, False, 3, {"cache": str(tmp_path / "other")}).folder()
+    one, two = (load_file(each / "model.safetensors") for each in (made, again))
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    assert RandomLlama(32, 1, 2, 1, 48, 280, False, 4, {"cache": str(tmp_path)}).folder() != made
+
+
+def test_a_target_that_was_interrupted_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = RandomLlama(32, 1, 2, 1, 48, 280, False, 3, {"cache": str(tmp_path)})
+    with monkeypatch.context() as patched:
+        patched.setattr("trainer.target_made.byte_tokenizer", lambda size: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            source.folder()
+    [left] = (tmp_path / "targets").iterdir()
+    assert left.suffix == ".partial"
+    check_folder(source.folder())
+    assert not left.exists()

@@ -1,13 +1,15 @@
 """The whole path on a random tiny target, through the command line: all stages, every kind of interruption,
 and what a user can get wrong; last of all with a real vLLM server.
 
-Interrupted runs are real processes, stopped as soon as a stage has written a part of its result.
+Interrupted runs are processes of their own, stopped as soon as a stage has written a part of its result. They
+are forked from a server that has imported torch already, which is most of what a small run costs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -20,6 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from vllm_support import vllm_python
 
 from trainer.__main__ import main
@@ -29,11 +32,32 @@ PROJECT = Path(__file__).resolve().parents[1]
 SMOKE = ["recipe=smoke", "hardware.compile=false"]
 ALONE = [*SMOKE, "evaluate.server=null"]
 # many small parts, so that a stage is stopped in its middle and not after it
-SLOW = [*ALONE, "prompts.limit=160", "reference.batch=8", "hidden_states.shard_tokens=500",
+SLOW = [*ALONE, "prompts.limit=120", "reference.batch=8", "hidden_states.shard_tokens=500",
         "train.tokens=640", "train.steps=60", "train.runtime.checkpoint_every=4"]
 PARTS = {"responses": "responses.jsonl", "hidden_states": "shard-*.safetensors",
          "train": "checkpoints/step_??????"}
+PATIENCE = 550  # seconds; a busy machine is no fault
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["trainer.training.stage", "trainer.engines.transformers",
+                              "trainer.evaluate.report", "transformers.models.llama.modeling_llama"])
+Run = multiprocessing.process.BaseProcess
 STAGES = ("prompts", "responses", "hidden_states", "train", "export", "evaluate", "report")
+
+
+def forked(folder: Path, arguments: list[str]) -> None:
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment())
+    for stream, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+    torch.set_num_threads(1)
+    sys.exit(main(arguments))
+
+
+def environment() -> dict[str, str]:
+    """One thread, as the machine is shared."""
+    plain = {name: value for name, value in os.environ.items() if name != "HYDRA_FULL_ERROR"}
+    return plain | {"PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1"}
 
 
 class Home:
@@ -46,18 +70,33 @@ class Home:
     def arguments(self, *settings: str) -> list[str]:
         return [*settings, f"run_root={self.root}", f"cache_root={self.cache}"]
 
-    def start(self, *settings: str) -> subprocess.Popen[bytes]:
-        """A real process, its output in `out` and `err`; one thread, as the machine is shared."""
-        plain = {name: value for name, value in os.environ.items() if name != "HYDRA_FULL_ERROR"}
-        command = [sys.executable, "-m", "trainer", *self.arguments(*settings)]
-        with (self.folder / "out").open("wb") as out, (self.folder / "err").open("wb") as err:
-            return subprocess.Popen(command, cwd=self.folder, stdout=out, stderr=err,
-                                    env=plain | {"PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1"})
+    def start(self, *settings: str) -> Run:
+        """The command line in a process of its own, its output in `out` and `err`."""
+        run = FORKS.Process(target=forked, args=(self.folder, self.arguments(*settings)))
+        run.start()
+        return run
 
     def call(self, *settings: str, expected: int = 0) -> str:
-        status = self.start(*settings).wait(timeout=400)
-        assert status == expected, self.out + self.err
+        """The same to its end."""
+        run = self.start(*settings)
+        try:
+            run.join(timeout=PATIENCE)
+        finally:
+            run.kill()
+        assert run.exitcode == expected, self.out + self.err
         return self.out
+
+    @contextlib.contextmanager
+    def shell(self, *settings: str) -> Iterator[subprocess.Popen[bytes]]:
+        """The same as a user starts it, with nothing imported yet."""
+        command = [sys.executable, "-m", "trainer", *self.arguments(*settings)]
+        with (self.folder / "out").open("wb") as out, (self.folder / "err").open("wb") as err:
+            process = subprocess.Popen(command, cwd=self.folder, stdout=out, stderr=err, env=environment())
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
 
     @property
     def out(self) -> str:
@@ -88,7 +127,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Home:
     home = Home(tmp_path_factory.mktemp("unbroken"), cache)
-    home.call(*SLOW)
+    with home.shell(*SLOW) as process:
+        assert process.wait(timeout=PATIENCE) == 0, home.out + home.err
     return home
 
 
@@ -164,21 +204,24 @@ def earlier(stage: str) -> str:
 
 def stop_within(home: Home, stage: str, number: signal.Signals) -> None:
     before = home.parts(stage)
-    process = home.start(*SLOW)
-    wait_until(lambda: home.parts(stage) > before, process, home)
-    process.send_signal(number)
-    status = process.wait(timeout=60)
+    run = home.start(*SLOW)
+    try:
+        wait_until(lambda: home.parts(stage) > before, run.is_alive, home)
+        os.kill(run.pid, number)
+        run.join(timeout=PATIENCE)
+    finally:
+        run.kill()
     if number == signal.SIGTERM:
-        assert status == 143 and home.err == "stopped; the same command goes on from here\n", home.err
+        assert run.exitcode == 143 and home.err == "stopped; the same command goes on from here\n", home.err
     else:
-        assert status == -signal.SIGKILL
+        assert run.exitcode == -signal.SIGKILL
     assert home.parts(stage) > before, f"{stage} was to be stopped in its middle"
 
 
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes], home: Home) -> None:
-    deadline = time.monotonic() + 300
+def wait_until(condition: Callable[[], bool], alive: Callable[[], bool], home: Home) -> None:
+    deadline = time.monotonic() + PATIENCE
     while not condition():
-        assert process.poll() is None, f"ended before it could be stopped\n{home.out}{home.err}"
+        assert alive(), f"ended before it could be stopped\n{home.out}{home.err}"
         assert time.monotonic() < deadline, home.out + home.err
         time.sleep(0.002)
 
@@ -296,12 +339,11 @@ def test_a_server_killed_in_the_middle_and_the_whole_run(home: Home) -> None:
                 "engine.max_num_seqs=4", "engine.runtime.kv_cache_gib=1", "evaluate.prompts=8",
                 "evaluate.sampling.max_new_tokens=48",
                 f"engine.runtime.threads='{min(os.sched_getaffinity(0))}'"]
-    process = home.start(*settings)
-    wait_until(lambda: "is up after" in home.err, process, home)
-    group = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
-    members = vllm_process.members(group)
-    os.kill(max(members, key=resident), signal.SIGKILL)
-    assert process.wait(timeout=120) == 2
+    with home.shell(*settings) as process:
+        wait_until(lambda: "is up after" in home.err, lambda: process.poll() is None, home)
+        group = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
+        os.kill(max(vllm_process.members(group), key=resident), signal.SIGKILL)
+        assert process.wait(timeout=PATIENCE) == 2
     complaint = [line for line in home.err.splitlines() if not re.match("starting|vLLM server for", line)]
     assert "the vLLM server ended with" in told(2, home.out, "\n".join(complaint))
     assert vllm_process.members(group) == []

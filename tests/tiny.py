@@ -6,16 +6,21 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from trainer.architectures.base import Drafter
+from trainer.architectures.dflash import DFlash
 from trainer.engines.transformers import TransformersEngine
 from trainer.records import HiddenStates, Sample
 from trainer.target import Folder, Target
+from trainer.training.build import build_drafter
 
 
 def engine(dtype: str = "float32", batch: int = 4, prefill_tokens: int = 0, max_length: int = 512,
@@ -70,3 +75,26 @@ def write_responses(folder: Path, samples: Sequence[Sample], heldout: int = 0) -
                                    "prompt": sample.tokens[:start], "tokens": sample.tokens[start:],
                                    "finish_reason": "stop"}) + "\n")
     return folder
+
+
+def uneven(drafter: Drafter, seed: int = 0, scale: float = 0.15) -> Drafter:
+    """Random weights everywhere, norms included, large enough that every part of the drafter shows."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            drawn = torch.rand(parameter.shape, generator=generator)
+            parameter.copy_(drawn * 1.5 + 0.25 if parameter.ndim == 1 else (drawn - 0.5) * 4 * scale)
+    return drafter
+
+
+def dflash(target: Target, counts: Tensor | None = None, **settings: Any) -> DFlash:
+    """DFlash as conf/drafter/dflash.yaml has it, small."""
+    return build_drafter(make_dflash(**settings), target, torch.arange(320).flip(0) if counts is None else counts)
+
+
+def make_dflash(**settings: Any) -> partial[DFlash]:
+    node = yaml.safe_load((Path(__file__).parents[1] / "conf/drafter/dflash.yaml").read_text())
+    small = {"layers": 2, "block_size": 5, "anchors": 24, "tap_layers": [1, 2], "draft_vocab_size": 280, "seed": 3,
+             "attention": "reference", "loss_chunk": 10_000}
+    assert set(small) | set(settings) <= set(node)
+    return partial(DFlash, **{key: value for key, value in (node | small | settings).items() if key[0] != "_"})

@@ -126,11 +126,17 @@ class Target:
             found.append(self.tokenizer.eos_token_id)
         return tuple(dict.fromkeys(found))
 
-    def unused_tokens(self) -> list[str]:
-        added = self.tokenizer.get_added_vocab()
+    def unused_tokens(self) -> list[str | int]:
+        """Suggestions for `mask_token`: rows beyond the tokenizer; else the newest added tokens or, where none
+        was added, the last of the vocabulary, which are rare."""
+        spare = list(range(len(self.tokenizer), self.config["vocab_size"]))
         reserved = {self.tokenizer.eos_token_id, self.tokenizer.bos_token_id, *self.end_ids}
-        return [token for token, number in sorted(added.items(), key=lambda item: item[1])
-                if number not in reserved][-4:]
+        tokens = self.tokenizer.get_added_vocab().items()
+        names = [token for token, number in sorted(tokens, key=lambda item: item[1]) if number not in reserved]
+        if not names:
+            tokens = self.tokenizer.get_vocab().items()
+            names = [token for token, number in sorted(tokens, key=lambda item: item[1]) if number not in reserved]
+        return spare[:4] or names[-4:]
 
 
 def check_folder(folder: Path) -> None:
@@ -141,9 +147,16 @@ def check_folder(folder: Path) -> None:
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise UserError(f"target folder {folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}); "
                         f"copy the tokenizer files of the model into it")
+    try:
+        json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{folder / 'config.json'} is not valid JSON ({error}); fetch it again") from error
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        named = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        try:
+            named = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{index} is not an index of shards ({error}); fetch it again") from error
         missing = [name for name in named if not (folder / name).is_file()]
         if missing:
             raise UserError(f"target folder {folder} lacks {len(missing)} of the {len(named)} shards that "

@@ -58,7 +58,8 @@ class TargetHead:
         return self.embedding.shape[0]
 
 
-OFFSET_NORMS = ("gemma", "qwen3_next", "qwen3_5")  # model types whose RMSNorm multiplies by (1 + weight)
+OFFSET_NORMS = ("gemma", "qwen3_next", "qwen3_5")  # model types whose RMSNorm multiplies by (1 + weight),
+PLAIN_NORMS = ("gemma3n", "gemma4")  # and those of the same beginning whose RMSNorm does not
 
 
 def load_target_head(folder: Path, config: dict[str, Any]) -> TargetHead:
@@ -66,11 +67,11 @@ def load_target_head(folder: Path, config: dict[str, Any]) -> TargetHead:
     names = tensor_names(folder)
     embedding = _ending(names, "embed_tokens.weight", folder)
     norm = _ending(names, "model.norm.weight", folder, alternatives=("language_model.norm.weight",))
-    heads = [name for name in names if name == "lm_head.weight" or name.endswith(".lm_head.weight")]
+    heads = _with_ending(names, "lm_head.weight")
     head = heads[0] if heads else embedding
     tensors = read_tensors(folder, {embedding, norm, head})
     kind = str(config.get("model_type", ""))
-    offset = 1.0 if kind.startswith(OFFSET_NORMS) and not kind.startswith("gemma4") else 0.0
+    offset = 1.0 if kind.startswith(OFFSET_NORMS) and not kind.startswith(PLAIN_NORMS) else 0.0
     return TargetHead(tensors[embedding], tensors[norm], tensors[head], float(config["rms_norm_eps"]), offset,
                       1.0 / float(config.get("logits_scaling", 1.0)), config.get("final_logit_softcapping"))
 
@@ -91,7 +92,7 @@ def tensor_names(folder: Path) -> dict[str, Path]:
 
 def read_tensors(folder: Path, wanted: Iterable[str]) -> dict[str, Tensor]:
     """The wanted tensors, read from their shards alone."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     names = tensor_names(folder)
     tensors = {}
@@ -99,16 +100,23 @@ def read_tensors(folder: Path, wanted: Iterable[str]) -> dict[str, Tensor]:
         if name not in names:
             raise UserError(f"target folder {folder} has no tensor {name}; its checkpoint is of another "
                             "layout")
-        with safe_open(names[name], framework="pt") as file:
-            tensors[name] = file.get_tensor(name)
+        try:
+            with safe_open(names[name], framework="pt") as file:
+                tensors[name] = file.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{names[name]} cannot be read ({error}); fetch it again") from error
     return tensors
 
 
 def _ending(names: dict[str, Path], ending: str, folder: Path, alternatives: tuple[str, ...] = ()) -> str:
     for wanted in (ending, *alternatives):
-        found = [name for name in names if name == wanted or name.endswith("." + wanted)]
-        found = [name for name in found if "vision" not in name and "mtp" not in name]
-        if found:
-            return min(found, key=len)
+        if found := _with_ending(names, wanted):
+            return found[0]
     raise UserError(f"target folder {folder} has no tensor ending in {ending}; its checkpoint is of another "
                     "layout")
+
+
+def _with_ending(names: dict[str, Path], ending: str) -> list[str]:
+    """Tensors of the language model whose last parts are `ending`, shortest first."""
+    found = [name for name in names if name == ending or name.endswith("." + ending)]
+    return sorted((name for name in found if "vision" not in name and "mtp" not in name), key=len)

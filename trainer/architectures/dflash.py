@@ -95,12 +95,13 @@ class DFlash(Drafter):
         if len(start_layers) != len(self.layers):
             raise ValueError(f"drafter.start_layers {list(start_layers)} must name one target layer for each "
                              f"of the {len(self.layers)} draft layers, or none")
-        first = context.layer_tensors[start_layers[0]]
-        if "input_layernorm.weight" in first:  # the context's only norm, where the target has one a layer
-            weight = first["input_layernorm.weight"].float() + context.head.norm_offset
-            self.hidden_norm.weight.data.copy_(weight)
-        for layer, index in zip(self.layers, start_layers, strict=True):
-            layer.start_from(context.layer_tensors[index])
+        offset = context.head.norm_offset  # of the norms, whose weights are the only vectors
+        tensors = [{name: tensor.float() + offset if tensor.ndim == 1 else tensor
+                    for name, tensor in context.layer_tensors[index].items()} for index in start_layers]
+        if "input_layernorm.weight" in tensors[0]:  # the context's only norm, where the target has one a layer
+            self.hidden_norm.weight.data.copy_(tensors[0]["input_layernorm.weight"])
+        for layer, own in zip(self.layers, tensors, strict=True):
+            layer.start_from(own)
         with torch.no_grad():
             self.fc.weight.mul_(0.1)
             if self.head.hidden_size == self.geometry["hidden_size"]:
@@ -155,7 +156,7 @@ class DFlash(Drafter):
     def _blocks(self, tokens: Tensor, document: Tensor, position: Tensor, taps: Tensor,
                 anchors: Tensor) -> Tensor:
         """Hidden states [A, S, H] after the final norm of the blocks at `anchors` [A]."""
-        context = self.hidden_norm(self.fc(taps))
+        context = self._features(taps)
         visible = (document[anchors][:, None] == document) & (position < position[anchors][:, None])
         ids = torch.full((anchors.numel(), self.block_size), self.mask_token_id, device=anchors.device)
         ids[:, 0] = tokens[anchors]
@@ -167,10 +168,15 @@ class DFlash(Drafter):
             stream = layer(stream, keys, values, visible, turns[1])
         return self.norm(stream)
 
+    def _features(self, taps: Tensor) -> Tensor:
+        """Context features [T, H] of taps [T, layers * hidden] in any dtype."""
+        return self.hidden_norm(self.fc(taps.to(self.fc.weight.dtype)))
+
     def _teacher_logits(self, last: Tensor) -> Tensor:
         """The target's logits [T, Vd] over the draft vocabulary."""
         with torch.no_grad():
-            return self.logits(self.head.normed(last))
+            logits, cap = self.logits(self.head.normed(last)).float(), self.head.softcap
+            return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _position_losses(self, hidden: Tensor, labels: Tensor, teacher: Tensor | None,
                          teacher_rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -204,7 +210,7 @@ class DFlash(Drafter):
 
     @torch.no_grad()
     def extend(self, context: BlockContext, taps: Tensor) -> BlockContext:
-        features = self.hidden_norm(self.fc(taps))
+        features = self._features(taps)
         cos, sin = self.rotary(torch.arange(context.length, context.length + len(taps), device=taps.device))
         made = [layer.self_attn.keys_values(features, cos, sin) for layer in self.layers]
         keys = [torch.cat([old, new]) for old, (new, _) in zip(context.keys, made, strict=True)]

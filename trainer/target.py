@@ -127,15 +127,15 @@ class Target:
         return tuple(dict.fromkeys(found))
 
     def unused_tokens(self) -> list[str | int]:
-        """Suggestions for `mask_token`: rows beyond the tokenizer; else the newest added tokens or, where none
-        was added, the last of the vocabulary, which are rare."""
+        """Suggestions for `mask_token`: rows beyond the tokenizer; else the newest added tokens or, where
+        none was added, the last of the vocabulary, which are rare."""
         spare = list(range(len(self.tokenizer), self.config["vocab_size"]))
         reserved = {self.tokenizer.eos_token_id, self.tokenizer.bos_token_id, *self.end_ids}
-        tokens = self.tokenizer.get_added_vocab().items()
-        names = [token for token, number in sorted(tokens, key=lambda item: item[1]) if number not in reserved]
-        if not names:
-            tokens = self.tokenizer.get_vocab().items()
-            names = [token for token, number in sorted(tokens, key=lambda item: item[1]) if number not in reserved]
+        for vocabulary in (self.tokenizer.get_added_vocab(), self.tokenizer.get_vocab()):
+            ordered = sorted(vocabulary, key=vocabulary.get)
+            names = [token for token in ordered if vocabulary[token] not in reserved]
+            if names:
+                break
         return spare[:4] or names[-4:]
 
 

@@ -61,11 +61,11 @@ def sums(drafter: DFlash, batch: Batch) -> dict[str, float]:
     step = drafter.loss(batch)
     length, first = step.ratios["accepted_length"], step.ratios["accepted@1"]
     assert torch.equal(length.count, first.count)
-    return {"loss": float(step.loss_sum), "count": float(step.count), "first": float(first.total),
+    return {"loss": float(step.loss_sum.detach()), "count": float(step.count), "first": float(first.total),
             "accepted": float(length.total - length.count), "blocks": float(length.count)}
 
 
-@pytest.mark.parametrize("rows", [None, 280])
+@pytest.mark.parametrize("rows", [None, 150])
 def test_logits_of_training_and_drafting_are_those_of_the_slow_decoder(target: Target, batch: Batch,
                                                                        rows: int | None) -> None:
     """One block each at the start, in the middle and at the end of packed documents."""
@@ -89,7 +89,7 @@ def test_logits_of_training_and_drafting_are_those_of_the_slow_decoder(target: T
 
 @pytest.mark.parametrize("objective", ["ce", "kl"])
 def test_sums_over_a_packed_row_are_those_of_the_slow_decoder(target: Target, batch: Batch, objective: str) -> None:
-    drafter = make(target, objective=objective, draft_vocab_size=280)
+    drafter = make(target, objective=objective, draft_vocab_size=150)
     slow, head = slow_of(drafter, target), load_target_head(target.folder, target.config)
     expected = dict.fromkeys(("loss", "count", "accepted", "first", "blocks"), 0.0)
     for document, sample in enumerate(SAMPLES):
@@ -98,9 +98,10 @@ def test_sums_over_a_packed_row_are_those_of_the_slow_decoder(target: Target, ba
         for name, value in slow_sums(slow, sample.tokens, sample.loss_mask, own.taps, 5, GAMMA, teacher).items():
             expected[name] += value
     found = sums(drafter, batch)
+    everything = sum(exp(-slot / GAMMA) * max(0, length - slot - 1) for length in (7, 9, 13, 9) for slot in range(4))
     assert expected["blocks"] == 6 + 8 + 12 + 8
     assert found == pytest.approx(expected, rel=1e-4)
-    assert any(token not in slow.ids for sample in SAMPLES for token in sample.tokens[8:]) or objective == "kl"
+    assert (found["count"] < 0.8 * everything) == (objective == "ce"), "other tokens have no label, but a teacher"
 
 
 def test_acceptance_is_counted_up_to_the_first_miss(target: Target, batch: Batch) -> None:
@@ -167,14 +168,14 @@ def test_anchors_are_drawn_where_the_target_sampled_two_tokens(target: Target, b
     allowed = {start + index for start, sample in zip((0, 24, 43, 52, 63), SAMPLES, strict=True)
                for index in range(len(sample.tokens) - 1) if sample.loss_mask[index] and sample.loss_mask[index + 1]}
     drafter, drawn = make(target, anchors=9), []
-    for seed in range(60):
+    for seed in range(200):
         anchors, valid = drafter._draw_anchors(replace(batch, seed=seed))
         assert valid.all() and len(set(anchors.tolist())) == 9 and anchors.tolist() == sorted(anchors.tolist())
         assert set(anchors.tolist()) <= allowed
         drawn += anchors.tolist()
     assert set(drawn) == allowed
     assert max(map(drawn.count, allowed)) < 3 * min(map(drawn.count, allowed))
-    again = drafter._draw_anchors(replace(batch, seed=59))[0]
+    again = drafter._draw_anchors(replace(batch, seed=199))[0]
     assert torch.equal(again, anchors), "the seed alone decides"
     anchors, valid = make(target, anchors=50)._draw_anchors(batch)
     assert set(anchors[valid].tolist()) == allowed and len(anchors) == 50 and not valid[len(allowed):].any()

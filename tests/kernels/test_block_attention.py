@@ -44,6 +44,12 @@ def test_reference_equals_a_slow_loop_in_float64() -> None:
     torch.testing.assert_close(found.double(), slow(*made), atol=2e-6, rtol=1e-5)
 
 
+def test_a_block_without_any_context_attends_to_itself() -> None:
+    made = [each[:0] if index in (1, 2) else each for index, each in enumerate(inputs(3, torch.float64))]
+    made[5] = made[5][:, :0]
+    torch.testing.assert_close(reference.block_attention(*made), slow(*made), atol=2e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("seed", [1, 2])
 def test_flex_equals_reference(seed: int) -> None:
     made = inputs(seed, torch.float32)

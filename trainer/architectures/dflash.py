@@ -98,7 +98,7 @@ class DFlash(Drafter):
         offset = context.head.norm_offset  # of the norms, whose weights are the only vectors
         tensors = [{name: tensor.float() + offset if tensor.ndim == 1 else tensor
                     for name, tensor in context.layer_tensors[index].items()} for index in start_layers]
-        if "input_layernorm.weight" in tensors[0]:  # the context's only norm, where the target has one a layer
+        if "input_layernorm.weight" in tensors[0]:  # the context has one norm, the target one a layer
             self.hidden_norm.weight.data.copy_(tensors[0]["input_layernorm.weight"])
         for layer, own in zip(self.layers, tensors, strict=True):
             layer.start_from(own)

@@ -58,8 +58,9 @@ class Probe(Stage):
                layers: list[int]) -> dict[str, Any]:
         probe = samples[::max(1, len(samples) // self.probe_rows)][:self.probe_rows]
         found = {sample.id: get(sample) for sample in probe}
-        rows = Gate("bad_rows", sum(map(shards.bad_rows, found.values())), 0, "<=", "some states are all zero "
-                    "or not finite: the engine returned states of tokens that it did not compute")
+        bad = sum(map(shards.bad_rows, found.values()))
+        rows = Gate("bad_rows", bad, 0, "<=", "some states are all zero or not finite: the engine returned "
+                    "states of tokens that it did not compute")
         return require([rows, *parity_gates(self.target, probe, lambda sample: found[sample.id], layers,
                                             getattr(torch, self.dtype), self.runtime["device"])])
 

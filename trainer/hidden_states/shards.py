@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
 
 from trainer.errors import UserError
 from trainer.hidden_states.base import Manifest

@@ -19,13 +19,13 @@ def block_attention(query: Tensor, context_key: Tensor, context_value: Tensor, b
     grouped = query.view(anchors, slots, groups, share, size)
     wide = grouped.permute(2, 0, 1, 3, 4).reshape(groups, anchors * slots * share, size)
     context = torch.matmul(wide, context_key.permute(1, 2, 0)).float()
-    context = context.view(groups, anchors, slots * share, -1)
+    context = context.view(groups, anchors, slots * share, len(context_key))
     context = context.masked_fill(~visible[None, :, None, :], float("-inf"))
     own = torch.einsum("asgqd,atgd->gasqt", grouped, block_key).float()
     scores = torch.cat([context, own.reshape(groups, anchors, slots * share, slots)], dim=-1) * size ** -0.5
     weights = scores.softmax(dim=-1).to(query.dtype)
     tokens = context_key.shape[0]
-    from_context = torch.matmul(weights[..., :tokens].reshape(groups, -1, tokens),
+    from_context = torch.matmul(weights[..., :tokens].reshape(groups, anchors * slots * share, tokens),
                                 context_value.transpose(0, 1))
     from_block = torch.einsum("gasqt,atgd->gasqd",
                               weights[..., tokens:].view(groups, anchors, slots, share, slots), block_value)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny import copied
 
 from trainer.errors import UserError
-from trainer.target import Folder, Target, check_folder
+from trainer.target import Folder, Hub, Target, check_folder
 from trainer.target_made import PackagedGguf, RandomLlama
 
 
@@ -90,8 +90,10 @@ def test_the_mask_token_is_a_text_or_an_id(tiny_target: Target, token: str | int
 
 @pytest.mark.parametrize(("token", "said"), [
     ("<|nothing|>", "'<|nothing|>' is not one of the 320 rows"), (320, "320 is not one of the 320 rows"),
-    (-1, "-1 is not one of"), ("<|im_end|>", "begins or ends tiny's texts"), ("<|im_start|>", "begins or ends")])
-def test_another_mask_token_is_refused_with_a_suggestion(tiny_target: Target, token: str | int, said: str) -> None:
+    (-1, "-1 is not one of"), ("<|im_end|>", "begins or ends tiny's texts"),
+    ("<|im_start|>", "begins or ends")])
+def test_another_mask_token_is_refused_with_a_suggestion(tiny_target: Target, token: str | int,
+                                                         said: str) -> None:
     with pytest.raises(UserError, match=said.replace("|", r"\|")) as caught:
         _ = replace(tiny_target, mask_token=token).mask_token_id
     suggested = [name for name in tiny_target.unused_tokens() if str(name) in str(caught.value)]
@@ -143,6 +145,12 @@ def test_the_template_s_hash_follows_its_text_and_arguments(tiny_target: Target)
     assert other.template_hash not in hashes
 
 
+def test_a_target_that_cannot_be_fetched_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="target org/none@main could not be fetched from the Hub .*HF_TOKEN"):
+        Hub("org/none", "main").folder()
+
+
 def test_a_missing_gguf_package_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"package no_such_package is not installed; run `make setup`"):
         PackagedGguf("no_such_package", {"cache": str(tmp_path)}).folder()
@@ -150,7 +158,8 @@ def test_a_missing_gguf_package_is_named(tmp_path: Path) -> None:
         PackagedGguf("json", {"cache": str(tmp_path)}).folder()
 
 
-def test_a_target_that_is_made_is_made_once_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_that_is_made_is_made_once_and_whole(tmp_path: Path,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     source = RandomLlama(32, 1, 2, 1, 48, 280, False, 3, {"cache": str(tmp_path)})
     made = source.folder()
     stamps = {path: path.stat().st_mtime_ns for path in made.iterdir()}
@@ -165,7 +174,8 @@ def test_a_target_that_is_made_is_made_once_and_whole(tmp_path: Path, monkeypatc
 def test_a_target_that_was_interrupted_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = RandomLlama(32, 1, 2, 1, 48, 280, False, 3, {"cache": str(tmp_path)})
     with monkeypatch.context() as patched:
-        patched.setattr("trainer.target_made.byte_tokenizer", lambda size: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr("trainer.target_made.byte_tokenizer",
+                        lambda size: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             source.folder()
     [left] = (tmp_path / "targets").iterdir()

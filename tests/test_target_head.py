@@ -83,7 +83,8 @@ def test_prefixes_of_multimodal_targets_need_no_table(tmp_path: Path, prefix: st
     tensors = {name.replace("model.", prefix, 1): tensor for name, tensor in
                load_file(tmp_path / "model.safetensors").items()}
     decoys = {"model.visual.vision_model.norm.weight": torch.ones(32), "mtp.norm.weight": torch.ones(32),
-              "model.vision_tower.embed_tokens.weight": torch.ones(96, 32), "mtp.lm_head.weight": torch.ones(96, 32),
+              "model.vision_tower.embed_tokens.weight": torch.ones(96, 32),
+              "mtp.lm_head.weight": torch.ones(96, 32),
               "mtp.embed_tokens.weight": torch.ones(96, 32)}
     save_file(decoys | tensors, tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "config.json").read_text())

@@ -18,6 +18,8 @@ from torch import Tensor
 from trainer.architectures.base import Drafter
 from trainer.architectures.dflash import DFlash
 from trainer.engines.transformers import TransformersEngine
+from trainer.hidden_states import shards
+from trainer.hidden_states.base import Manifest
 from trainer.records import HiddenStates, Sample
 from trainer.target import Folder, Target
 from trainer.training.build import build_drafter
@@ -56,7 +58,8 @@ def random_samples(lengths: Sequence[int], prompt: int = 8, seed: int = 0) -> li
     """Samples of random bytes, of which all after the first `prompt` tokens are supervised."""
     generator = torch.Generator().manual_seed(seed)
     return [Sample(f"s{number}", tuple(torch.randint(0, 256, (length,), generator=generator).tolist()),
-                   tuple(index >= prompt for index in range(length))) for number, length in enumerate(lengths)]
+                   tuple(index >= prompt for index in range(length)))
+            for number, length in enumerate(lengths)]
 
 
 def states_of(target: Target, samples: Sequence[Sample], tap_layers: Sequence[int]) -> list[HiddenStates]:
@@ -71,10 +74,25 @@ def write_responses(folder: Path, samples: Sequence[Sample], heldout: int = 0) -
         for number, sample in enumerate(samples):
             start = sample.loss_mask.index(True) if True in sample.loss_mask else len(sample.tokens)
             split = "heldout" if number >= len(samples) - heldout else "train"
-            file.write(json.dumps({"id": sample.id, "split": split, "category": sample.category, "language": "en",
+            file.write(json.dumps({"id": sample.id, "split": split, "category": sample.category,
+                                   "language": "en",
                                    "prompt": sample.tokens[:start], "tokens": sample.tokens[start:],
                                    "finish_reason": "stop"}) + "\n")
     return folder
+
+
+def finished_inputs(target: Target, folder: Path, samples: Sequence[Sample], heldout: int) -> dict[str, Path]:
+    """Finished stages `responses` and `hidden_states` of the samples, layers 1 and 2."""
+    states = folder / "hidden_states"
+    states.mkdir(parents=True)
+    planned = shards.plan(samples, 200)
+    for number, inside in enumerate(planned):
+        shards.write_shard(states, number, inside, states_of(target, inside, [1, 2]))
+    where, described = shards.describe_shards(states, planned)
+    Manifest(target.identity, target.template_hash, [1, 2], "float32",
+             sum(len(each.tokens) for each in samples),
+             where, described).write(states)
+    return {"responses": write_responses(folder / "responses", samples, heldout), "hidden_states": states}
 
 
 def uneven(drafter: Drafter, seed: int = 0, scale: float = 0.15) -> Drafter:
@@ -89,12 +107,14 @@ def uneven(drafter: Drafter, seed: int = 0, scale: float = 0.15) -> Drafter:
 
 def dflash(target: Target, counts: Tensor | None = None, **settings: Any) -> DFlash:
     """DFlash as conf/drafter/dflash.yaml has it, small."""
-    return build_drafter(make_dflash(**settings), target, torch.arange(320).flip(0) if counts is None else counts)
+    return build_drafter(make_dflash(**settings), target,
+                         torch.arange(320).flip(0) if counts is None else counts)
 
 
 def make_dflash(**settings: Any) -> partial[DFlash]:
     node = yaml.safe_load((Path(__file__).parents[1] / "conf/drafter/dflash.yaml").read_text())
-    small = {"layers": 2, "block_size": 5, "anchors": 24, "tap_layers": [1, 2], "draft_vocab_size": 280, "seed": 3,
-             "attention": "reference", "loss_chunk": 10_000}
+    small = {"layers": 2, "block_size": 5, "anchors": 24, "tap_layers": [1, 2], "draft_vocab_size": 280,
+             "seed": 3, "attention": "reference", "loss_chunk": 10_000}
     assert set(small) | set(settings) <= set(node)
-    return partial(DFlash, **{key: value for key, value in (node | small | settings).items() if key[0] != "_"})
+    settings = {key: value for key, value in (node | small | settings).items() if key[0] != "_"}
+    return partial(DFlash, **settings)

@@ -1,4 +1,5 @@
-"""DFlash once more, token by token in float64, straight from its equations: what the fast one is compared with.
+"""DFlash once more, token by token in float64, straight from its equations: what the fast one is compared
+with.
 
 Nothing of trainer/architectures is used but the exported tensors and their config; there is no batch, no mask
 and no packing, only the tokens of one document and what may be looked at.
@@ -30,7 +31,8 @@ class SlowDFlash:
         self.ids = [row + int(offset) for row, offset in enumerate(offsets)]  # target id of each draft row
 
     def logits(self, taps: Tensor, anchor: int, slots: int) -> Tensor:
-        """Logits [slots - 1, Vd] of the block after token `anchor`, which follows the tokens of `taps` [n, L * H]."""
+        """Logits [slots - 1, Vd] of the block after token `anchor`, which follows the tokens of `taps` [n, L
+        * H]."""
         start = len(taps)
         features = [self.norm(self.weights["fc.weight"] @ row.double(), "hidden_norm") for row in taps]
         stream = [self.embedding[token] for token in [anchor] + [self.mask] * (slots - 1)]
@@ -46,7 +48,8 @@ class SlowDFlash:
                 normed = self.norm(after, name + "post_attention_layernorm")
                 gate = self.weights[name + "mlp.gate_proj.weight"] @ normed
                 up = self.weights[name + "mlp.up_proj.weight"] @ normed
-                stream[slot] = after + self.weights[name + "mlp.down_proj.weight"] @ (gate * gate.sigmoid() * up)
+                inner = gate * gate.sigmoid() * up
+                stream[slot] = after + self.weights[name + "mlp.down_proj.weight"] @ inner
         return torch.stack([self.head @ self.norm(each, "norm") for each in stream[1:]])
 
     def attend(self, queries: list[Tensor], keys: list[list[Tensor]], values: list[list[Tensor]]) -> Tensor:
@@ -56,7 +59,8 @@ class SlowDFlash:
         for head, query in enumerate(queries):
             group = head // share
             scores = [exp(float(query @ key[group]) / sqrt(len(query))) for key in keys]
-            out.append(sum(score * value[group] for score, value in zip(scores, values, strict=True)) / sum(scores))
+            mixed = sum(score * value[group] for score, value in zip(scores, values, strict=True))
+            out.append(mixed / sum(scores))
         return torch.cat(out)
 
     def heads(self, vector: Tensor, name: str, part: str) -> list[Tensor]:
@@ -71,7 +75,8 @@ class SlowDFlash:
                 for head in self.heads(vector, name, "k_proj")]
 
     def turn(self, vector: Tensor, position: int) -> Tensor:
-        """Rotary position: component i and component i + half turn together by position * theta^(-2i / size)."""
+        """Rotary position: component i and component i + half turn together by position * theta^(-2i /
+        size)."""
         half, turned = len(vector) // 2, vector.clone()
         for index in range(half):
             angle = position * self.shape["rope_parameters"]["rope_theta"] ** (-2 * index / len(vector))
@@ -87,8 +92,9 @@ class SlowDFlash:
 
 def slow_sums(slow: SlowDFlash, tokens: Sequence[int], loss_mask: Sequence[bool], taps: Tensor, slots: int,
               gamma: float, teacher: Tensor | None = None) -> dict[str, float]:
-    """What every possible block of one document adds to a training step: weighted losses, weights, accepted draft
-    tokens, accepted first tokens, blocks. `teacher` [T, V] are the target's logits: then the loss is KL."""
+    """What every possible block of one document adds to a training step: weighted losses, weights, accepted
+    draft tokens, accepted first tokens, blocks. `teacher` [T, V] are the target's logits: then the loss is
+    KL."""
     sums = dict.fromkeys(("loss", "count", "accepted", "first", "blocks"), 0.0)
     for anchor in range(len(tokens) - 1):
         if not (loss_mask[anchor] and loss_mask[anchor + 1]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from math import cos, exp, log, pi, sin
+from math import ceil, cos, exp, floor, log, pi, sin
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from trainer.errors import UserError
 from trainer.target import Target
 
 SIZE, LIMIT, THETA = 16, 4096, 5000.0
-LLAMA3 = {"rope_type": "llama3", "rope_theta": THETA, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+LLAMA3 = {"rope_type": "llama3", "rope_theta": THETA, "factor": 8.0, "low_freq_factor": 1.0,
+          "high_freq_factor": 4.0,
           "original_max_position_embeddings": 512}
 YARN = {"rope_type": "yarn", "rope_theta": THETA, "factor": 4.0, "original_max_position_embeddings": 1024,
         "beta_fast": 32.0, "beta_slow": 1.0}
@@ -42,11 +43,12 @@ def llama3(index: int) -> float:
 
 
 def yarn(index: int) -> float:
-    """A ramp over the dimensions from where a wave turns `beta_fast` times to where it turns `beta_slow` times."""
+    """A ramp over the dimensions from where a wave turns `beta_fast` times to where it turns `beta_slow`
+    times."""
     def dimension(turns: float) -> float:
         return SIZE * log(YARN["original_max_position_embeddings"] / (turns * 2 * pi)) / (2 * log(THETA))
 
-    low, high = max(int(dimension(YARN["beta_fast"])), 0), min(-int(-dimension(YARN["beta_slow"]) // 1), SIZE - 1)
+    low, high = max(floor(dimension(YARN["beta_fast"])), 0), min(ceil(dimension(YARN["beta_slow"])), SIZE - 1)
     ramp = min(1.0, max(0.0, (index - low) / (high - low)))
     return plain(index) * (1 - ramp) + plain(index) / YARN["factor"] * ramp
 
@@ -58,7 +60,8 @@ def test_rotary_positions_of_every_kind(parameters: dict[str, Any], frequency: A
     positions = torch.tensor([[0, 1, 7], [100, 1000, 4000]])
     found = torch.stack(Rotary(SIZE, parameters, LIMIT)(positions))
     assert found.shape == (2, 2, 3, SIZE)
-    expected = torch.tensor([[[[scale * turn(position * frequency(index % (SIZE // 2))) for index in range(SIZE)]
+    expected = torch.tensor([[[[scale * turn(position * frequency(index % (SIZE // 2)))
+                                for index in range(SIZE)]
                                for position in row] for row in positions.tolist()] for turn in (cos, sin)])
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
 
@@ -99,7 +102,8 @@ def test_turning_keeps_lengths_and_depends_on_distance_alone() -> None:
     one, two = torch.randn(2, 3, SIZE, generator=torch.Generator().manual_seed(0))
 
     def product(first: int, second: int) -> torch.Tensor:
-        turned = [rotate(vector[None], *rotary(torch.tensor([place]))) for vector, place in ((one, first), (two, second))]
+        turned = [rotate(vector[None], *rotary(torch.tensor([place])))
+                  for vector, place in ((one, first), (two, second))]
         torch.testing.assert_close(turned[0].norm(dim=-1)[0], one.norm(dim=-1))
         return (turned[0] * turned[1]).sum(-1)
 
@@ -147,7 +151,8 @@ def test_weights_fall_by_slot() -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=40), st.data())
-def test_the_draft_vocabulary_has_the_most_frequent_tokens_and_the_forced_ones(counts: list[int], data: Any) -> None:
+def test_the_draft_vocabulary_has_the_most_frequent_tokens_and_the_forced_ones(counts: list[int],
+                                                                               data: Any) -> None:
     forced = data.draw(st.sets(st.integers(0, len(counts) - 1), max_size=4))
     size = data.draw(st.integers(max(1, len(forced)), len(counts)))
     ids = vocabulary.choose(torch.tensor(counts), size, tuple(forced)).tolist()
@@ -163,5 +168,6 @@ def test_the_draft_vocabulary_has_the_most_frequent_tokens_and_the_forced_ones(c
 
 @pytest.mark.parametrize(("size", "forced"), [(2, (1, 3, 4)), (11, ()), (0, (1,))])
 def test_a_draft_vocabulary_that_cannot_be_is_refused(size: int, forced: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=f"draft_vocab_size={size} must lie between the {len(forced)} special tokens"):
+    with pytest.raises(ValueError,
+                       match=f"draft_vocab_size={size} must lie between the {len(forced)} special tokens"):
         vocabulary.choose(torch.ones(10, dtype=torch.int64), size, forced)

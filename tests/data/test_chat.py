@@ -19,7 +19,8 @@ ROLES = ("{% for m in messages %}<role>{{ m.role | upper }}</role>{{ m.content }
 HYBRID = ("{% for m in messages %}<|im_start|>{{ m.role }}\n"
           "{% if m.role == 'assistant' %}"
           "{% set thought = m.content.split('</think>')[0].split('<think>')[-1] if '</think>' in m.content %}"
-          "{% if loop.last %}<think>{{ thought or '' }}</think>{% endif %}{{ m.content.split('</think>')[-1] }}"
+          "{% if loop.last %}<think>{{ thought or '' }}</think>{% endif %}"
+          "{{ m.content.split('</think>')[-1] }}"
           "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n"
           "{% if not enable_thinking %}<think></think>{% endif %}{% endif %}")
@@ -66,15 +67,17 @@ def test_three_turns_and_a_system_text_are_one_row_with_three_spans() -> None:
     messages = talk("one?", "first", "two?", "second", "three?", "third", system="Be brief.")
     assert green(chat, messages) == [["first<|im_end|>", "second<|im_end|>", "third<|im_end|>"]]
     [(ids, mask)] = chat.supervised(messages)
-    assert chat.tokenizer.decode(ids).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\none?")
+    start = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\none?"
+    assert chat.tokenizer.decode(ids).startswith(start)
     assert mask[-1], "a row ends with the last end-of-turn token"
 
 
 def test_what_stands_in_the_prompt_is_not_supervised() -> None:
-    """With thinking off the server is given the empty block; with thinking on it samples the thinking itself."""
+    """With thinking off the server is given the empty block; with thinking on it samples the thinking."""
     thoughtful = talk("2+2?", "<think>two and two</think>4")
     assert green(make(HYBRID, enable_thinking=False), talk("2+2?", "4")) == [["4<|im_end|>"]]
-    assert green(make(HYBRID, enable_thinking=True), thoughtful) == [["<think>two and two</think>4<|im_end|>"]]
+    found = green(make(HYBRID, enable_thinking=True), thoughtful)
+    assert found == [["<think>two and two</think>4<|im_end|>"]]
 
 
 def test_a_template_that_rewrites_history_gives_one_row_a_turn() -> None:
@@ -82,7 +85,7 @@ def test_a_template_that_rewrites_history_gives_one_row_a_turn() -> None:
     messages = talk("2+2?", "<think>even</think>4", "3+3?", "<think>odd</think>6")
     rows = chat.supervised(messages)
     assert green(chat, messages) == [["<think>even</think>4<|im_end|>"], ["<think>odd</think>6<|im_end|>"]]
-    assert "even" not in chat.tokenizer.decode(rows[1][0]), "the second row has the history that the server sees"
+    assert "even" not in chat.tokenizer.decode(rows[1][0]), "the history is the one that the server sees"
     for (ids, mask), turn in zip(rows, (1, 3), strict=True):
         assert ids[:mask.index(True)] == chat.prompt(messages[:turn])
 
@@ -96,7 +99,8 @@ def test_tool_calls_are_supervised_and_their_results_are_not() -> None:
 
 def test_nothing_is_added_to_what_the_template_writes() -> None:
     chat = make(CHATML)
-    assert chat.tokenizer.decode(chat.prompt(talk("Hi"))) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    prompt = chat.tokenizer.decode(chat.prompt(talk("Hi")))
+    assert prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_arguments_reach_the_template() -> None:
@@ -125,11 +129,13 @@ def test_answers_and_only_answers_are_supervised(turns: list[tuple[str, str]], s
 
 @pytest.mark.parametrize(("template", "messages", "said"), [
     (None, talk("a", "b"), "has no chat template"),
-    ("{{ raise_exception('roles must alternate') }}", talk("a", "b"), r"with roles \[user, assistant\]: roles must alternate"),
+    ("{{ raise_exception('roles must alternate') }}", talk("a", "b"),
+     r"with roles \[user, assistant\]: roles must alternate"),
     ("{{ messages[7].content }}", talk("a", "b"), "fails to render"),
     ("{{ 1 + messages[0].content }}", talk("a", "b"), "fails to render"),
     (CHATML, talk("a"), "no assistant turn"),
-    (CHATML.replace("<|im_start|>assistant", "<|im_start|>model"), talk("a", "b"), "does not continue its own"),
+    (CHATML.replace("<|im_start|>assistant", "<|im_start|>model"), talk("a", "b"),
+     "does not continue its own"),
 ])
 def test_a_template_that_cannot_be_used_is_said_in_one_sentence(template: str | None, messages: list[Message],
                                                                 said: str) -> None:

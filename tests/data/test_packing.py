@@ -1,4 +1,4 @@
-"""Packed rows: every sample once an epoch, nothing over the limit, and an order that depends on seed and epoch."""
+"""Packed rows: every sample once an epoch, nothing over the limit, an order that follows seed and epoch."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trainer.data.prompts import Builtin, Jsonl, Prompts, read_prompts
+from trainer.data.prompts import Builtin, Datasets, Jsonl, Prompts, read_prompts
 from trainer.errors import UserError
 from trainer.records import Prompt
 
@@ -77,7 +77,8 @@ def test_any_text_comes_back_as_it_was(tmp_path: Path) -> None:
     ('{"messages": [{"role": "user", "content": ["a"]}]}', 'line 2: "messages" must be a list of objects'),
     ('{"messages": [{"content": "a"}]}', 'line 2: "messages" must be a list of objects with "role"'),
     ('{"messages": []}', 'line 2: "turns" must be a list of texts'),
-    ('{"messages": [{"role": "assistant", "content": "a"}]}', "line 2: message 1 has role 'assistant', expected 'user'"),
+    ('{"messages": [{"role": "assistant", "content": "a"}]}',
+     "line 2: message 1 has role 'assistant', expected 'user'"),
     ('{"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}',
      "line 2: message 2 has role 'user', expected 'assistant'"),
 ])
@@ -141,9 +142,36 @@ def test_the_limit_takes_the_first_training_rows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("limit", "heldout", "said"), [
     (None, 2, "prompts.heldout=2 leaves nothing"), (None, 5, "prompts.heldout=5"), (0, 1, "prompts.limit=0")])
-def test_something_must_be_left_to_train_on(tmp_path: Path, limit: int | None, heldout: int, said: str) -> None:
+def test_something_must_be_left_to_train_on(tmp_path: Path, limit: int | None, heldout: int,
+                                            said: str) -> None:
     with pytest.raises(UserError, match=said):
         run(write(tmp_path, {"turns": ["a"]}, {"turns": ["b"]}), tmp_path, limit=limit, heldout=heldout)
+
+
+TABLE = [{"question": "one?", "turns": ["a", "b"], "talk": [{"role": "user", "content": "x"},
+                                                            {"role": "assistant", "content": "y"}]},
+         {"question": "two?", "turns": ["c"], "talk": [{"role": "user", "content": "z"}]}]
+
+
+@pytest.mark.parametrize(("column", "expected"), [
+    ("question", [Prompt("row-1", ("one?",)), Prompt("row-2", ("two?",))]),
+    ("turns", [Prompt("row-1", ("a", "b")), Prompt("row-2", ("c",))]),
+    ("talk", [Prompt("row-1", ("x",), answers=("y",)), Prompt("row-2", ("z",))])])
+def test_a_column_of_a_data_set_holds_texts_turns_or_messages(tmp_path: Path, column: str,
+                                                              expected: list[Prompt]) -> None:
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in TABLE))
+    source = Datasets(str(tmp_path), None, "train", column, "main")
+    assert source.rows() == [(prompt, None) for prompt in expected]
+
+
+@pytest.mark.parametrize(("split", "column", "said"), [
+    ("train", "answer", "prompts.source.column answer is not in .*; it has question, turns, talk"),
+    ("test", "question", r"prompts.source.name .* \(split test\) cannot be loaded")])
+def test_a_data_set_without_what_is_asked_for_is_named(tmp_path: Path, split: str, column: str,
+                                                       said: str) -> None:
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in TABLE))
+    with pytest.raises(UserError, match=said):
+        Datasets(str(tmp_path), None, split, column, "main").rows()
 
 
 def test_the_built_in_prompts_have_a_split_of_their_own(tmp_path: Path) -> None:

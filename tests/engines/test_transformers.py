@@ -1,4 +1,4 @@
-"""The reference engine against plain transformers: greedy text, sampling, hidden states, and a session that rewinds."""
+"""The reference engine against plain transformers: greedy text, sampling, hidden states, and sessions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.target import Target
 GREEDY = Sampling(40, 0.0, 1.0, 0)
 PROMPTS = [sample.tokens for sample in random_samples((9, 30, 3, 17, 24), seed=4)]
 KEYS = [f"k{number}" for number in range(5)]
-ENDS = (258, *range(0, 25))  # many, so that rows leave the batch at different times
+ENDS = (258, *range(25))  # many, so that rows leave the batch at different times
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,8 @@ def model(tiny_target: Target) -> Any:
 def alone(model: Any, prompt: tuple[int, ...], new: int) -> tuple[int, ...]:
     """The greedy answer of transformers' own loop."""
     with torch.inference_mode():
-        found = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        found = model.generate(torch.tensor([prompt]),
+                               attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
                                max_new_tokens=new, do_sample=False, eos_token_id=list(ENDS), pad_token_id=0)
     return tuple(found[0, len(prompt):].tolist())
 
@@ -85,7 +86,8 @@ def test_samples_follow_the_filtered_distribution(tiny_target: Target, model: An
     total = sum(nucleus.values())
     for token, share in nucleus.items():
         expected = share / total
-        assert abs(found[token] / count - expected) < 5 * (expected * (1 - expected) / count) ** 0.5 + 1 / count
+        deviation = (expected * (1 - expected) / count) ** 0.5
+        assert abs(found[token] / count - expected) < 5 * deviation + 1 / count
 
 
 def test_an_answer_ends_where_the_engine_s_length_does(tiny_target: Target) -> None:
@@ -111,7 +113,8 @@ def test_hidden_states_are_those_of_the_decoder(tiny_target: Target, model: Any,
         assert torch.equal(embedded, output.hidden_states[0][0])
         torch.testing.assert_close(after_two, output.hidden_states[2][0], atol=1e-4, rtol=1e-5)
         torch.testing.assert_close(normed, output.hidden_states[3][0], atol=1e-4, rtol=1e-5)
-        assert torch.equal(after_all, state.last) and not torch.allclose(state.last, output.hidden_states[3][0])
+        assert torch.equal(after_all, state.last)
+        assert not torch.allclose(state.last, output.hidden_states[3][0])
         torch.testing.assert_close(logits, output.logits[0], atol=1e-4, rtol=1e-5)
 
 

@@ -85,12 +85,14 @@ def test_a_single_row_that_is_not_a_number_fails(target: Target, states: dict[st
         return HiddenStates(taps, states[sample.id].last)
 
     assert failing(target, broken) == {"cosine_layer_2"}
-    with pytest.raises(GateFailed, match="gate cosine_layer_2 failed: -1, must be >= 0.99; likely cause: the states "
+    with pytest.raises(GateFailed,
+                       match="gate cosine_layer_2 failed: -1, must be >= 0.99; likely cause: the states "
                                          "stored as layer 2"):
         require(gates(target, broken))
 
 
-def test_a_head_that_is_read_wrongly_fails(target: Target, states: dict[str, HiddenStates], tmp_path: Path) -> None:
+def test_a_head_that_is_read_wrongly_fails(target: Target, states: dict[str, HiddenStates],
+                                           tmp_path: Path) -> None:
     """The states are right, but the head in the folder has another norm than the model that gave them."""
     other = copied(target, tmp_path / "other", lambda tensors: tensors["model.norm.weight"].copy_(
         tensors["model.norm.weight"].flip(0)))

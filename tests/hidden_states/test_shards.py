@@ -71,7 +71,8 @@ def test_a_damaged_shard_is_named(stored: Path, damage: str) -> None:
     elif damage == "gone":
         path.unlink()
     else:
-        save_file(tensors | {"taps": torch.full_like(tensors["taps"], float("nan") if damage == "nan" else 0)}, path)
+        wrong = torch.full_like(tensors["taps"], float("nan") if damage == "nan" else 0)
+        save_file(tensors | {"taps": wrong}, path)
     reader = ShardReader(stored)
     reader.get(SAMPLES[0])
     with pytest.raises(UserError, match=f"{path} is (missing|damaged).* remove {stored} and extract again"):

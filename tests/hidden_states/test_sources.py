@@ -1,4 +1,4 @@
-"""Every way of conf/hidden_states gives the same tensors, bit for bit; a new YAML is tested as soon as it exists."""
+"""Every way of conf/hidden_states gives the same tensors, bit for bit; a new YAML is tested at once."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def extract(stage: Probe, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("tap_layers", [[1, 2], [3, 0]])
-def test_every_source_gives_the_target_s_states_bit_for_bit(name: str, tap_layers: list[int], tiny_target: Target,
+def test_every_source_gives_the_target_s_states_bit_for_bit(name: str, tap_layers: list[int],
+                                                            tiny_target: Target,
                                                             tmp_path: Path) -> None:
     stage = make(name, tiny_target, tap_layers)
     record = extract(stage, tmp_path / "states")
@@ -87,9 +88,10 @@ def test_layers_that_the_target_does_not_have_are_refused(name: str, layers: lis
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("wrong", [0.0, float("nan")])
 def test_rows_that_the_engine_did_not_compute_stop_the_run(name: str, wrong: float, tiny_target: Target,
-                                                           tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One layer of one token of the first sample; an engine that leaves rows out is not to be had, so it is put in
-    behind the real one."""
+                                                           tmp_path: Path,
+                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    """One layer of one token of the first sample; an engine that leaves rows out is not to be had, so it is
+    put in behind the real one."""
     stage = make(name, tiny_target, [1, 2])
     real = stage.engine.hidden_states
 
@@ -101,7 +103,8 @@ def test_rows_that_the_engine_did_not_compute_stop_the_run(name: str, wrong: flo
             yield HiddenStates(taps, state.last)
 
     monkeypatch.setattr(stage.engine, "hidden_states", holed)
-    with pytest.raises(UserError, match="1 rows of hidden states are all zero|gate bad_rows failed: 1") as caught:
+    with pytest.raises(UserError,
+                       match="1 rows of hidden states are all zero|gate bad_rows failed: 1") as caught:
         extract(stage, tmp_path / "states")
     assert isinstance(caught.value, GateFailed) == (name == "online")
     assert not list((tmp_path / "states").glob("shard-*.safetensors")), "nothing bad is kept"

@@ -27,7 +27,8 @@ def training(root: Path, name: str, lr: float, estimate: float, weight: float) -
 
 
 def call(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, TOOL, *map(str, arguments)], capture_output=True, text=True, check=False)
+    command = [sys.executable, TOOL, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def test_the_table_shows_what_differs_and_the_best_first(tmp_path: Path) -> None:

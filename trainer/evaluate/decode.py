@@ -46,8 +46,9 @@ def decode(engine: TargetEngine, drafter: Drafter, prompt: Sequence[int], k: int
     logits, taps = session.step(prompt)
     context = drafter.extend(drafter.new_context(), taps)
     answer = [int(logits[-1].argmax())]
+    limit = min(max_new_tokens, engine.max_length - len(prompt))  # where `generate` ends, too
     counts = Counts(per_position=[0] * k)
-    while answer[-1] not in end_ids and len(answer) < max_new_tokens:
+    while answer[-1] not in end_ids and len(answer) < limit:
         draft = drafter.propose(context, answer[-1], k)
         committed = len(prompt) + len(answer) - 1
         logits, taps = session.step([answer[-1], *draft])
@@ -61,7 +62,7 @@ def decode(engine: TargetEngine, drafter: Drafter, prompt: Sequence[int], k: int
         for index in range(accepted):
             counts.per_position[index] += 1
         answer += draft[:accepted] + [wanted[accepted]]
-        answer = _ended(answer, end_ids, max_new_tokens)
+        answer = _ended(answer, end_ids, limit)
     return Decoded(tuple(answer), counts)
 
 

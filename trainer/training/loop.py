@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -54,13 +55,14 @@ def fit(drafter: Drafter, optimizer: torch.optim.Optimizer, row: Callable[[int],
             tokens += int((batch.document >= 0).sum())
             add(totals, result)
         loss, count = totals["loss"]
-        if not torch.isfinite(torch.tensor(loss)):
-            raise UserError(f"the loss is not finite at step {step + 1}; lower optimizer.lr, or look at the "
-                            "rows of this step (seed and step name them); the last checkpoint is kept")
         for parameter in parameters:
             if parameter.grad is not None and count:
                 parameter.grad.div_(count)
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, pace.clip))
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise UserError(f"the loss ({loss:.6g}) or its gradient ({norm:.6g}) is not finite at step "
+                            f"{step + 1}; lower optimizer.lr, or look at the rows of this step (seed and "
+                            "step name them); the last checkpoint is kept")
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         yield Taken(step + 1, totals, tokens, norm, peaks[0] * factor)

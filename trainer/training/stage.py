@@ -57,7 +57,8 @@ class Train(Stage):
         return {"target": self.target.identity}
 
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
-        samples = _trainable(read_samples(inputs["responses"], "train"))
+        answered = read_samples(inputs["responses"], "train")
+        samples = _trainable(answered)
         heldout = _trainable(read_samples(inputs["responses"], "heldout"), required=False)
         counts = count_tokens(samples, self.target.config["vocab_size"])
         drafter = build_drafter(self.drafter, self.target, counts).to(self.runtime["device"])
@@ -69,7 +70,9 @@ class Train(Stage):
             source.close()
         save_counts(out, counts)
         save_file(checkpoint.trained(drafter), out / "weights.safetensors")
-        return {**record, **_describe(drafter, counts, samples)}
+        return {**record, "samples": len(samples), "left_out": len(answered) - len(samples),
+                "supervised": int(counts.sum()), "max_k": drafter.max_k,
+                "parameters": sum(parameter.numel() for parameter in drafter.parameters())}
 
     def _train(self, drafter: Drafter, samples: list[Sample], heldout: list[Sample],
                source: HiddenStateSource, out: Path) -> dict[str, Any]:
@@ -82,14 +85,14 @@ class Train(Stage):
                             f"than train.accumulate={self.accumulate}; lower accumulate or give more prompts")
         optimizer = self.optimizer(drafter.parameters())
         saved = checkpoint.find(out / "checkpoints")
-        position = {"step": 0, "tokens": 0, "seconds": 0.0}
+        position = {"step": 0, "tokens": 0, "seconds": 0.0, "sums": {}}
         if saved:
-            position = checkpoint.load(saved[-1], drafter, optimizer)
+            position |= checkpoint.load(saved[-1], drafter, optimizer)
             print(f"train: going on after step {position['step']} of {steps}")
         log = Log(out / "log.jsonl", position["step"], self.runtime["wandb_project"])
         pace = Pace(steps, self.accumulate, self.warmup, self.floor, self.clip, self.precision)
         watch = _Watch(position)
-        sums: dict[str, tuple[float, float]] = {}
+        sums: dict[str, tuple[float, float]] = position["sums"]  # since the last line of the log
         with Progress("train", total=steps, unit="steps", start=position["step"]) as bar:
             for taken in fit(drafter, optimizer, rows.row, pace, position["step"]):
                 watch.tokens += taken.tokens
@@ -104,7 +107,7 @@ class Train(Stage):
                     sums = {}
                 if last or taken.step % self.runtime["checkpoint_every"] == 0:
                     checkpoint.save(out / "checkpoints", taken.step, drafter, optimizer,
-                                    {"tokens": watch.tokens, "seconds": watch.seconds},
+                                    {"tokens": watch.tokens, "seconds": watch.seconds, "sums": sums},
                                     self.runtime["keep_checkpoints"])
         log.close()
         final = json.loads((out / "log.jsonl").read_text().splitlines()[-1])
@@ -124,8 +127,7 @@ class Train(Stage):
             for number in range(rows.count(1)):
                 add(totals, forward(drafter, rows.row(number), self.precision))
         drafter.train()
-        found = means(totals)
-        return {"heldout_loss": found["loss"], "heldout_estimate": found["accepted_length"]}
+        return _named(means(totals), loss="heldout_loss", accepted_length="heldout_estimate")
 
 
 class _Watch:
@@ -153,15 +155,17 @@ def _trainable(samples: list[Sample], required: bool = True) -> list[Sample]:
     return kept
 
 
-def _describe(drafter: Drafter, counts: torch.Tensor, samples: list[Sample]) -> dict[str, Any]:
-    return {"samples": len(samples), "supervised": int(counts.sum()), "max_k": drafter.max_k,
-            "parameters": sum(parameter.numel() for parameter in drafter.parameters())}
+
 
 
 def _line(taken: Taken, figures: dict[str, float], watch: _Watch) -> dict[str, Any]:
-    return {"step": taken.step, "tokens": watch.tokens, "loss": figures["loss"], "lr": taken.lr,
-            "grad_norm": taken.grad_norm, "estimate": figures["accepted_length"],
-            "seconds": round(watch.seconds, 2)}
+    return {"step": taken.step, "tokens": watch.tokens, "lr": taken.lr, "grad_norm": taken.grad_norm,
+            "seconds": round(watch.seconds, 2), **_named(figures, loss="loss", accepted_length="estimate")}
+
+
+def _named(figures: dict[str, float], **names: str) -> dict[str, float]:
+    """The figures under other names, without those that nothing was counted for."""
+    return {name: figures[figure] for figure, name in names.items() if figure in figures}
 
 
 def _merge(sums: dict[str, tuple[float, float]], totals: dict[str, tuple[float, float]]) -> None:

@@ -1,0 +1,109 @@
+"""Stage `evaluate` in this process: real drafting from the exported folder, rows, and gates."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import dflash, engine, make_dflash, uneven
+
+from trainer.architectures.dflash import DFlash
+from trainer.data.prompts import Jsonl, Prompts
+from trainer.errors import GateFailed, UserError
+from trainer.evaluate.decode import Counts, decode
+from trainer.evaluate.rows import in_process
+from trainer.evaluate.stage import Evaluate
+from trainer.export.formats import Serving, choose
+from trainer.records import Sampling
+from trainer.target import Target
+
+PROMPTS = [{"id": f"{kind}{number}", "turns": [f"{kind} {number}?"], "category": kind, "split": "heldout"}
+           for number in range(3) for kind in ("chat", "maths")] + [{"turns": ["train"], "split": "train"}]
+
+
+@pytest.fixture(scope="module")
+def inputs(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("inputs")
+    for name in ("prompts", "export"):
+        (folder / name).mkdir()
+    source = folder / "source.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    Prompts(Jsonl(str(source)), None, 6).run({}, folder / "prompts")
+    drafter = uneven(dflash(tiny_target, block_size=8, layers=1))
+    choose("speculators").write(folder / "export/speculators", drafter.export(),
+                                Serving("t", ["LlamaForCausalLM"], 3), torch.float32)
+    (folder / "export/export.json").write_text(json.dumps({"method": "dflash", "max_k": 7}))
+    return {"prompts": folder / "prompts", "export": folder / "export"}
+
+
+def stage(target: Target, **changes: Any) -> Evaluate:
+    return Evaluate(**{"target": target, "drafter": make_dflash(), "engine": engine(), "server": None,
+                       "dtype": "float32", "sampling": Sampling(12, 0.0, 1.0, 0), "prompts": 6, "k": [3],
+                       "users": 1, "warmup": 0, "format": "speculators", "agreement": 0.02, **changes})
+
+
+def test_rows_hold_what_was_decoded(tiny_target: Target, inputs: dict[str, Path], tmp_path: Path) -> None:
+    record = stage(tiny_target, k=[3, 7]).run(inputs, tmp_path)
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [(row["dataset"], row["num_speculative_tokens"]) for row in rows] == [
+        ("heldout", 3), ("heldout", 7), ("heldout/chat", 3), ("heldout/maths", 3)]
+    for row in rows:
+        positions = row["per_position_acceptance"]
+        assert len(positions) == row["num_speculative_tokens"]
+        assert positions == sorted(positions, reverse=True)
+        assert row["mean_accepted_length"] == pytest.approx(1 + sum(positions), abs=1e-3)
+        assert row["acceptance_rate"] == pytest.approx(sum(positions) / len(positions), abs=1e-3)
+        assert row["engine"] == "in_process" and row["lossless"] is True and row["speedup"] is None
+        assert (row["model"], row["method"], row["dtype"], row["users"]) == ("tiny", "dflash", "float32", 1)
+    assert rows[0]["drafts"] == rows[2]["drafts"] + rows[3]["drafts"] > 0
+    assert record["lossless"] is True and record["gates"]["in_process_lossless"]["passed"]
+    assert record["accepted_length"] == rows[0]["mean_accepted_length"] and record["k"] == 3
+
+
+def test_the_folder_is_what_is_measured(tiny_target: Target, inputs: dict[str, Path], tmp_path: Path) -> None:
+    """Counts equal a decoding with the drafter that was exported, whatever the settings of the run say."""
+    stage(tiny_target, drafter=partial(DFlash, seed=99)).run(inputs, tmp_path)
+    [row] = [row for row in json.loads((tmp_path / "rows.json").read_text()) if row["dataset"] == "heldout"]
+    drafter, total = uneven(dflash(tiny_target, block_size=8, layers=1)).eval(), Counts()
+    with engine().load(tiny_target.folder, tiny_target.end_ids) as loaded:
+        for prompt in PROMPTS[:6]:
+            ids = tiny_target.tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt["turns"][0]}], add_generation_prompt=True,
+                return_dict=False)
+            total.add(decode(loaded, drafter, ids, 3, 12, tiny_target.end_ids).counts)
+    assert row == in_process({key: row[key] for key in ("model", "method", "users", "dtype", "prompts")},
+                             "heldout",
+                             3, total, True)
+
+
+@pytest.mark.parametrize("k", [8, 0])
+def test_a_draft_longer_than_trained_is_refused_with_the_number(tiny_target: Target, inputs: dict[str, Path],
+                                                                tmp_path: Path, k: int) -> None:
+    with pytest.raises(UserError, match=f"evaluate.k={k} must lie between 1 and 7"):
+        stage(tiny_target, k=[3, k]).run(inputs, tmp_path)
+
+
+def test_a_text_that_changes_with_the_drafter_stops_the_run(tiny_target: Target, inputs: dict[str, Path],
+                                                            tmp_path: Path,
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session that does not forget rejected tokens, as a server with a wrong rewind."""
+    monkeypatch.setattr("trainer.engines.transformers.TransformersSession.rewind", lambda self, length: None)
+    with pytest.raises(GateFailed, match="gate in_process_lossless failed: .* must be <= 0"):
+        stage(tiny_target).run(inputs, tmp_path)
+
+
+def test_some_prompt_must_be_held_out(tiny_target: Target, inputs: dict[str, Path], tmp_path: Path) -> None:
+    lines = (inputs["prompts"] / "prompts.jsonl").read_text().splitlines()
+    (tmp_path / "prompts.jsonl").write_text("".join(line + "\n" for line in lines if '"train"' in line))
+    with pytest.raises(UserError, match="no held-out prompt to evaluate on; raise prompts.heldout"):
+        stage(tiny_target).run({**inputs, "prompts": tmp_path}, tmp_path)
+
+
+def test_some_prompts_stand_for_all(tiny_target: Target, inputs: dict[str, Path], tmp_path: Path) -> None:
+    stage(tiny_target, prompts=2).run(inputs, tmp_path)
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert {row["prompts"] for row in rows} == {2} and len(rows) == 3

@@ -1,0 +1,131 @@
+"""Stage `export`: the folder as a user gets it, the longest draft, and the gate that reads it back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny import dflash, finished_inputs, make_dflash, random_samples, uneven
+
+from trainer.architectures.base import Exported
+from trainer.errors import GateFailed, UserError
+from trainer.export import formats
+from trainer.export.stage import Export
+from trainer.hidden_states.offline import Offline
+from trainer.target import Target
+from trainer.training import checkpoint
+from trainer.training.build import save_counts
+
+SAMPLES = random_samples((30, 22, 17))
+SETTINGS = {"layers": 1, "block_size": 8}
+
+
+@pytest.fixture(scope="module")
+def inputs(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("inputs")
+    train = folder / "train"
+    train.mkdir()
+    counts = torch.arange(320).flip(0)
+    save_counts(train, counts)
+    save_file(checkpoint.trained(uneven(dflash(tiny_target, counts, **SETTINGS))),
+              train / "weights.safetensors")
+    return {**finished_inputs(tiny_target, folder, SAMPLES, heldout=0), "train": train}
+
+
+def stage(target: Target, **changes: Any) -> Export:
+    return Export(**{"target": target, "drafter": make_dflash(**SETTINGS), "source": Offline,
+                     "formats": ["speculators", "native"], "dtype": "bfloat16", "default_k": 3,
+                     "target_name": None,
+                     "trained_modes": ["chat"], "probe_rows": 2, **changes})
+
+
+def test_the_folders_are_complete(tiny_target: Target, inputs: dict[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "0123.partial"
+    out.mkdir()
+    record = stage(tiny_target).run(inputs, out)
+    assert record["max_k"] == 7 and record["default_k"] == 3
+    assert {name: gate["passed"] for name, gate in record["gates"].items()} == {"readback_speculators": True,
+                                                                               "readback_native": True}
+    exported = json.loads((out / "export.json").read_text())
+    for form in ("speculators", "native"):
+        assert {path.name for path in (out / form).iterdir()} == {"config.json", "model.safetensors",
+                                                                  "README.md",
+                                                                 "speculator.json"}
+        facts = json.loads((out / form / "speculator.json").read_text())
+        assert facts == {"method": "dflash", "max_k": 7, "default_k": 3, "target": str(tiny_target.folder),
+                         "target_identity": tiny_target.identity, "template_hash": tiny_target.template_hash,
+                         "trained_modes": ["chat"], "formats": ["speculators", "native"]}
+        assert facts.items() <= exported.items()
+        readme = (out / form / "README.md").read_text()
+        assert str(tmp_path / "0123" / form) in readme and ".partial" not in readme
+    assert exported["serve_commands"]["vllm (short)"] == f"vllm serve {tmp_path / '0123' / 'speculators'}"
+
+
+def test_a_published_target_is_named_as_such(tiny_target: Target, inputs: dict[str, Path],
+                                             tmp_path: Path) -> None:
+    stage(tiny_target, target_name="org/target", formats=["speculators"]).run(inputs, tmp_path)
+    config = json.loads((tmp_path / "speculators/config.json").read_text())
+    assert config["speculators_config"]["verifier"] == {"name_or_path": "org/target",
+                                                        "architectures": ["LlamaForCausalLM"]}
+
+
+@pytest.mark.parametrize("k", [8, 0, -1])
+def test_a_draft_longer_than_the_block_is_refused_with_the_number(tiny_target: Target,
+                                                                  inputs: dict[str, Path],
+                                                                  tmp_path: Path, k: int) -> None:
+    with pytest.raises(UserError, match=f"export.default_k={k} must lie between 1 and 7, the longest draft"):
+        stage(tiny_target, default_k=k).run(inputs, tmp_path)
+
+
+@pytest.mark.parametrize("k", [7, 1])
+def test_the_longest_and_the_shortest_draft_are_fine(tiny_target: Target, inputs: dict[str, Path],
+                                                     tmp_path: Path,
+                                                     k: int) -> None:
+    stage(tiny_target, default_k=k, formats=["speculators"]).run(inputs, tmp_path)
+    config = json.loads((tmp_path / "speculators/config.json").read_text())
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == k
+
+
+class WithoutRope(formats.Native):
+    """Loses the target's rope, as an exporter that relies on a default would."""
+
+    def config(self, exported: Exported, serving: formats.Serving) -> dict[str, Any]:
+        rope = {"rope_type": "default", "rope_theta": 1e6}
+        return super().config(exported, serving) | {"rope_parameters": rope}
+
+
+class Shuffled(formats.Native):
+    """Puts the key projection where the value projection belongs."""
+
+    def write(self, folder: Path, exported: Exported, serving: formats.Serving, dtype: torch.dtype) -> None:
+        weights = dict(exported.weights)
+        one, two = (f"layers.0.self_attn.{part}_proj.weight" for part in ("k", "v"))
+        weights[one], weights[two] = weights[two], weights[one]
+        super().write(folder, Exported(weights, exported.geometry, exported.flavours), serving, dtype)
+
+
+@pytest.mark.parametrize("wrong", [WithoutRope, Shuffled])
+def test_a_folder_that_is_another_drafter_stops_the_run(tiny_target: Target, inputs: dict[str, Path],
+                                                        tmp_path: Path,
+                                                        wrong: type[formats.Native],
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(formats.FORMATS, "native", wrong())
+    with pytest.raises(GateFailed,
+                       match="gate readback_native failed: .* must be <= 0.0001; likely cause: the "
+                                         "exported folder does not describe the trained drafter"):
+        stage(tiny_target).run(inputs, tmp_path)
+
+
+def test_an_unknown_format_is_refused_before_the_run(tiny_target: Target) -> None:
+    with pytest.raises(UserError, match="names 'gguf'"):
+        stage(tiny_target, formats=["speculators", "gguf"]).external()
+
+
+def test_weights_of_other_settings_are_refused(tiny_target: Target, inputs: dict[str, Path],
+                                               tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not fit the drafter: 11 tensors differ"):
+        stage(tiny_target, drafter=make_dflash(**{**SETTINGS, "layers": 2})).run(inputs, tmp_path)

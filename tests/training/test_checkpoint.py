@@ -1,0 +1,118 @@
+"""Checkpoints: complete or absent, read strictly, the newest few kept; and the log beside them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.errors import UserError
+from trainer.training import checkpoint
+from trainer.training.log import Log
+
+
+def made(hidden: int = 4) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(hidden)
+    model = nn.Sequential(nn.Linear(3, hidden), nn.Linear(hidden, 2, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def save(root: Path, step: int = 7, keep: int = 2) -> tuple[checkpoint.Saved, nn.Module,
+                                                            torch.optim.Optimizer]:
+    model, optimizer = made()
+    return checkpoint.save(root, step, model, optimizer, {"tokens": 12}, keep), model, optimizer
+
+
+def test_everything_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    saved, model, optimizer = save(tmp_path)
+    assert (saved.folder.name, saved.step) == ("step_000007", 7)
+    again, fresh = made()
+    for parameter in again.parameters():
+        parameter.data.zero_()
+    assert checkpoint.load(saved, again, fresh) == {"tokens": 12, "step": 7}
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), again.parameters(), strict=True))
+    one, two = optimizer.state_dict()["state"], fresh.state_dict()["state"]
+    assert one.keys() == two.keys() == {0, 1, 2}
+    for index, entry in one.items():
+        assert all(torch.equal(entry[key], two[index][key]) and entry[key].dtype == two[index][key].dtype
+                   for key in ("step", "exp_avg", "exp_avg_sq"))
+    assert checkpoint.load(saved, again, None)["step"] == 7, "weights alone"
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    for step in (1, 2, 10, 9):
+        save(tmp_path, step, keep=3)
+    assert [saved.step for saved in checkpoint.find(tmp_path)] == [2, 9, 10]
+    save(tmp_path, 11, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000011"]
+    assert checkpoint.find(tmp_path / "nowhere") == []
+
+
+def test_a_checkpoint_that_was_not_finished_is_none(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    (tmp_path / "step_000004.partial").mkdir()
+    (tmp_path / "step_000004.partial" / "weights.safetensors").write_bytes(b"torn")
+    (tmp_path / "step_notes").mkdir()
+    assert [saved.step for saved in checkpoint.find(tmp_path)] == [3]
+    save(tmp_path, 4)
+    assert [saved.step for saved in checkpoint.find(tmp_path)] == [3, 4]
+    assert not (tmp_path / "step_000004.partial").exists()
+
+
+def test_a_step_that_is_saved_again_replaces_the_old_one(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    model, optimizer = made(hidden=6)
+    saved = checkpoint.save(tmp_path, 3, model, optimizer, {"tokens": 99}, keep=2)
+    again, fresh = made(hidden=6)
+    assert checkpoint.load(saved, again, fresh)["tokens"] == 99
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.safetensors", "state.json"])
+@pytest.mark.parametrize("damage", ["cut", "gone", "empty"])
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, name: str, damage: str) -> None:
+    saved, model, optimizer = save(tmp_path)
+    path = saved.folder / name
+    content = path.read_bytes()
+    path.unlink()
+    if damage != "gone":
+        path.write_bytes(content[:-8] if damage == "cut" else b"")
+    with pytest.raises(UserError, match=f"checkpoint {saved.folder} is damaged .*remove it") as caught:
+        checkpoint.load(saved, model, optimizer)
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_of_another_drafter_are_refused(tmp_path: Path) -> None:
+    saved, model, _ = save(tmp_path)
+    wider, optimizer = made(hidden=6)
+    before = [parameter.detach().clone() for parameter in wider.parameters()]
+    with pytest.raises(UserError, match=r"does not fit the drafter: 3 tensors differ .*0\.weight"):
+        checkpoint.load(saved, wider, optimizer)
+    assert all(torch.equal(one, two)
+               for one, two in zip(before, wider.parameters(), strict=True)), "untouched"
+    weights = checkpoint.trained(model)
+    for changed in ({name: weights[name] for name in list(weights)[1:]}, {**weights, "more": torch.zeros(1)}):
+        with pytest.raises(UserError, match="1 tensors differ"):
+            checkpoint.load_weights(model, changed, tmp_path)
+
+
+
+
+
+def test_a_log_is_cut_to_where_training_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    log = Log(path, 0, None)
+    for step in (10, 20, 30):
+        log.write({"step": step, "loss": 1.0 / step})
+    log.close()
+    with path.open("a") as file:
+        file.write('{"step": 40, "lo')
+    again = Log(path, 20, None)
+    again.write({"step": 25})
+    again.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [10, 20, 25]

@@ -1,0 +1,232 @@
+"""A training run that is stopped and called again ends with the same bits as one that was not."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hydra.utils import get_class
+from safetensors.torch import load_file
+from tiny import copied, finished_inputs, make_dflash, random_samples, write_responses
+
+from trainer.errors import UserError
+from trainer.hidden_states.offline import Offline
+from trainer.records import Sample
+from trainer.target import Target
+from trainer.training.build import load_trained
+from trainer.training.rows import Rows
+from trainer.training.stage import Train
+
+CONF = Path(__file__).parents[2] / "conf"
+SAMPLES = [Sample(sample.id, sample.tokens, sample.loss_mask) for sample in
+           random_samples((40, 25, 33, 18, 52, 29, 44, 21, 36, 30, 27, 48, 20, 31), seed=3)]
+
+
+def node(group: str, name: str, **changes: Any) -> dict[str, Any]:
+    settings = yaml.safe_load((CONF / group / f"{name}.yaml").read_text()) | changes
+    return {key: value for key, value in settings.items() if key[0] != "_"}
+
+
+def stage(target: Target, optimizer: str = "adamw", **changes: Any) -> Train:
+    """Two epochs and a half; a checkpoint every third step, a line of the log every second."""
+    runtime = {"device": "cpu", "checkpoint_every": 3, "keep_checkpoints": 2, "log_every": 2,
+               "wandb_project": None}
+    kind = get_class(yaml.safe_load((CONF / f"optimizer/{optimizer}.yaml").read_text())["_target_"])
+    known = partial(kind, **node("optimizer", optimizer, lr=3e-3))
+    settings = {"target": target, "drafter": make_dflash(anchors=16, layers=1), "source": Offline,
+                "optimizer": known, "steps": 13, "tokens": 120,
+                "accumulate": 2, "precision": "float32", "compile": False, "heldout_every": 5, "seed": 1,
+                "runtime": runtime}
+    return Train(**node("train", "default", **{**settings, **changes}))
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Target:
+    return copied(tiny_target, tmp_path_factory.mktemp("made") / "target")
+
+
+@pytest.fixture(scope="module")
+def inputs(target: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return finished_inputs(target, tmp_path_factory.mktemp("inputs"), SAMPLES, heldout=3)
+
+
+def run(made: Train, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
+    out.mkdir(exist_ok=True)
+    return made.run(inputs, out)
+
+
+def log_of(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
+
+
+def check_equal(one: Path, two: Path) -> None:
+    first, second = (load_file(folder / "weights.safetensors") for folder in (one, two))
+    assert first.keys() == second.keys()
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+    assert log_of(one) == log_of(two)
+    assert (one / "token_counts.safetensors").read_bytes() == (two / "token_counts.safetensors").read_bytes()
+
+
+class Stopped(Offline):
+    """Stops like a key press when states were asked for a given number of times."""
+
+    left = 0
+
+    def get(self, sample: Sample) -> Any:
+        Stopped.left -= 1
+        if Stopped.left < 0:
+            raise KeyboardInterrupt
+        return super().get(sample)
+
+
+@pytest.mark.parametrize("optimizer", sorted(path.stem for path in (CONF / "optimizer").glob("*.yaml")))
+def test_stopped_again_and_again_it_ends_with_the_same_bits(target: Target, inputs: dict[str, Path],
+                                                            tmp_path: Path,
+                                                            optimizer: str) -> None:
+    record = run(stage(target, optimizer), inputs, tmp_path / "whole")
+    assert record["steps"] == 13 and record["samples"] == 11
+    stops = 0
+    while stops < 20:
+        Stopped.left = 28
+        try:
+            again = run(stage(target, optimizer, source=Stopped), inputs, tmp_path / "parts")
+            break
+        except KeyboardInterrupt:
+            stops += 1
+    assert stops >= 3
+    check_equal(tmp_path / "whole", tmp_path / "parts")
+    ignored = ("train_seconds", "final")
+    assert {key: again[key] for key in again if key not in ignored} == \
+        {key: record[key] for key in record if key not in ignored}
+    assert [line["step"] for line in log_of(tmp_path / "parts")] == [2, 4, 5, 6, 8, 10, 12, 13]
+    assert {path.name
+            for path in (tmp_path / "parts/checkpoints").iterdir()} == {"step_000012", "step_000013"}
+
+
+WORKER = """
+import sys
+sys.path[:0] = {paths!r}
+from pathlib import Path
+from test_resume import run, stage
+from trainer.target import Folder, Target
+import torch
+torch.set_num_threads(1)
+target = Target("tiny", Folder({folder!r}), "<|mask|>", [1, 2], {{}}, 512, False)
+run(stage(target), {{name: Path(path) for name, path in {inputs!r}.items()}}, Path({out!r}))
+"""
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_process_goes_on_with_the_same_bits(target: Target, inputs: dict[str, Path], tmp_path: Path,
+                                                     sign: signal.Signals) -> None:
+    run(stage(target), inputs, tmp_path / "whole")
+    out = tmp_path / "parts"
+    out.mkdir()
+    paths = [str(CONF.parent), str(CONF.parent / "tests"), str(Path(__file__).parent)]
+    code = WORKER.format(paths=paths, folder=str(target.folder), out=str(out),
+                         inputs={name: str(path) for name, path in inputs.items()})
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL,
+                          stderr=subprocess.PIPE) as process:
+        wait_for(lambda: (out / "checkpoints/step_000003").exists() or process.poll() is not None)
+        process.send_signal(sign)
+        process.wait(60)
+        assert process.returncode == -sign, process.stderr.read().decode()
+    assert not (out / "weights.safetensors").exists(), "it was stopped in the middle"
+    run(stage(target), inputs, out)
+    check_equal(tmp_path / "whole", out)
+
+
+def wait_for(done: Callable[[], bool], seconds: float = 120) -> None:
+    start = time.monotonic()
+    while not done():
+        assert time.monotonic() - start < seconds, "nothing happened"
+        time.sleep(0.005)
+
+
+def test_a_run_that_only_lacks_its_end_is_finished(target: Target, inputs: dict[str, Path],
+                                                   tmp_path: Path) -> None:
+    """Killed after the last checkpoint and before the weights: nothing is trained again."""
+    record = run(stage(target), inputs, tmp_path / "whole")
+    (tmp_path / "whole/weights.safetensors").rename(tmp_path / "kept.safetensors")
+    Stopped.left = 0
+    again = run(stage(target, source=Stopped), inputs, tmp_path / "whole")
+    assert again["final"] == record["final"] and again["tokens"] == record["tokens"]
+    made, kept = tmp_path / "whole/weights.safetensors", tmp_path / "kept.safetensors"
+    assert made.read_bytes() == kept.read_bytes()
+
+
+def test_training_learns_and_measures_held_out_samples(target: Target, inputs: dict[str, Path],
+                                                       tmp_path: Path) -> None:
+    record = run(stage(target, steps=40, heldout_every=20), inputs, tmp_path / "out")
+    lines = log_of(tmp_path / "out")
+    assert lines[-1]["loss"] < 0.8 * lines[0]["loss"]
+    assert [line["step"] for line in lines if "heldout_loss" in line] == [20, 40]
+    assert record["max_k"] == 4 and record["supervised"] == sum(sample.supervised for sample in SAMPLES[:11])
+    drafter = load_trained(make_dflash(anchors=16, layers=1), target, tmp_path / "out")
+    weights = load_file(tmp_path / "out/weights.safetensors")
+    assert all(torch.equal(value, weights[name]) and not value.requires_grad
+               for name, value in drafter.named_parameters())
+
+
+def test_rows_are_a_function_of_their_number(target: Target, inputs: dict[str, Path]) -> None:
+    source = Offline(inputs["hidden_states"])
+    one, two = (Rows(SAMPLES, source, 120, 5, "cpu") for _ in range(2))
+    late = [two.row(number) for number in (9, 2, 0)]
+    for number, other in zip((9, 2, 0), late, strict=True):
+        batch = one.row(number)
+        assert torch.equal(batch.tokens, other.tokens) and torch.equal(batch.taps, other.taps)
+        assert batch.seed == other.seed and len(batch.tokens) == 120
+    assert len({one.row(number).seed for number in range(12)}) == 12
+    first = one.count(1)
+    assert one.count(2) > first and sum(int((one.row(number).document >= 0).sum())
+                                        for number in range(first)) == \
+        sum(len(sample.tokens) for sample in SAMPLES)
+    assert Rows(SAMPLES, source, 120, 6, "cpu").row(0).seed != one.row(0).seed
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"drafter": make_dflash(tap_layers=[0, 2])},
+     r"the drafter reads layers \[0, 2\] .* hold layers \[1, 2\]"),
+    ({"tokens": 40}, "a sample has 48 tokens but train.tokens is 40|a sample has 52 tokens"),
+    ({"epochs": 1, "steps": None, "accumulate": 50},
+     "train.epochs=1 gives .* fewer than train.accumulate=50"),
+    ({"drafter": make_dflash(anchors=16, decay_gamma=float("nan"))}, "is not finite at step 1")])
+def test_what_cannot_be_trained_is_said(target: Target, inputs: dict[str, Path], tmp_path: Path,
+                                        changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        run(stage(target, **changes), inputs, tmp_path / "out")
+
+
+def test_samples_without_an_answer_are_left_out(target: Target, inputs: dict[str, Path],
+                                                tmp_path: Path) -> None:
+    """One supervised token has nothing to predict it from; without any other sample there is nothing to
+    learn."""
+    short = [Sample(f"e{number}", (5, 6, 7, 258), (False, False, False, True)) for number in range(3)]
+    responses = write_responses(tmp_path / "some", [*SAMPLES[:4], *short])
+    record = run(stage(target, steps=1), {**inputs, "responses": responses}, tmp_path / "out")
+    assert record["samples"] == 4 and record["left_out"] == 3
+    nothing = write_responses(tmp_path / "none", short)
+    with pytest.raises(UserError, match="none of the 3 training samples has two supervised tokens"):
+        run(stage(target), {**inputs, "responses": nothing}, tmp_path / "never")
+
+
+def test_training_goes_on_without_held_out_samples(target: Target, inputs: dict[str, Path],
+                                                   tmp_path: Path) -> None:
+    responses = write_responses(tmp_path / "responses", SAMPLES)
+    record = run(stage(target, steps=2), {**inputs, "responses": responses}, tmp_path / "out")
+    assert "heldout_loss" not in record["final"] and record["final"]["loss"] > 0
+
+
+

@@ -157,8 +157,9 @@ TABLE = [{"question": "one?", "turns": ["a", "b"], "talk": [{"role": "user", "co
     ("question", [Prompt("row-1", ("one?",)), Prompt("row-2", ("two?",))]),
     ("turns", [Prompt("row-1", ("a", "b")), Prompt("row-2", ("c",))]),
     ("talk", [Prompt("row-1", ("x",), answers=("y",)), Prompt("row-2", ("z",))])])
-def test_a_column_of_a_data_set_holds_texts_turns_or_messages(tmp_path: Path, column: str,
-                                                              expected: list[Prompt]) -> None:
+def test_a_column_of_a_data_set_holds_texts_turns_or_messages(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, column: str, expected: list[Prompt]) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in TABLE))
     source = Datasets(str(tmp_path), None, "train", column, "main")
     assert source.rows() == [(prompt, None) for prompt in expected]
@@ -167,8 +168,9 @@ def test_a_column_of_a_data_set_holds_texts_turns_or_messages(tmp_path: Path, co
 @pytest.mark.parametrize(("split", "column", "said"), [
     ("train", "answer", "prompts.source.column answer is not in .*; it has question, turns, talk"),
     ("test", "question", r"prompts.source.name .* \(split test\) cannot be loaded")])
-def test_a_data_set_without_what_is_asked_for_is_named(tmp_path: Path, split: str, column: str,
-                                                       said: str) -> None:
+def test_a_data_set_without_what_is_asked_for_is_named(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: str, column: str, said: str) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in TABLE))
     with pytest.raises(UserError, match=said):
         Datasets(str(tmp_path), None, split, column, "main").rows()

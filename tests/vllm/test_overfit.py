@@ -29,12 +29,14 @@ from trainer.target_head import load_target_head
 pytestmark = pytest.mark.vllm
 K = 3
 TOKENS = 65  # one from the prompt and sixteen whole steps of K + 1
-SETTINGS = ["recipe=smoke", "target=smollm2", "prompts=jsonl", "prompts.heldout=0", "reference.dtype=float32",
-            f"responses.sampling.max_new_tokens={TOKENS}", "drafter.layers=2", "drafter.start_layers=[-2,-1]",
-            f"drafter.block_size={K + 1}", "drafter.anchors=64", "drafter.draft_vocab_size=256",
-            "drafter.decay_gamma=100", "train.tokens=128", "train.steps=150", "train.heldout_every=1000",
-            "optimizer.lr=1e-3", "hardware.compile=false", "hardware.precision=float32",
-            f"export.default_k={K}", "export.dtype=float32",
+PROMPT = "Write the multiplication table of 7 up to 7 x 20."  # its answer repeats tokens: context must be read
+# neighbouring states differ most after the embedding and at the end, so an id that is off by one must show there
+SETTINGS = ["recipe=smoke", "target=smollm2", "target.tap_layers=[0,15,29]", "prompts=jsonl", "prompts.heldout=0",
+            "reference.dtype=float32", f"responses.sampling.max_new_tokens={TOKENS}", "drafter.layers=2",
+            "drafter.start_layers=[-2,-1]", f"drafter.block_size={K + 1}", "drafter.anchors=64",
+            "drafter.draft_vocab_size=256", "drafter.decay_gamma=100", "train.tokens=128", "train.steps=90",
+            "train.heldout_every=1000", "optimizer.lr=1e-3", "hardware.compile=false",
+            "hardware.precision=float32", f"export.default_k={K}", "export.dtype=float32",
             "run=[prompts,responses,hidden_states,train,export]"]
 
 
@@ -51,7 +53,7 @@ class Learnt:
 @pytest.fixture(scope="module")
 def learnt(tmp_path_factory: pytest.TempPathFactory) -> Learnt:
     home = tmp_path_factory.mktemp("overfit")
-    (home / "prompt.jsonl").write_text('{"turns": ["Explain in a few sentences why the sky is blue."]}\n')
+    (home / "prompt.jsonl").write_text(json.dumps({"turns": [PROMPT]}) + "\n")
     settings = [*SETTINGS, f"prompts.source.path={home / 'prompt.jsonl'}", f"run_root={home / 'runs'}"]
     assert main(settings) == 0
     latest = json.loads((home / "runs/latest.json").read_text())
@@ -101,5 +103,5 @@ def test_layer_ids_off_by_one_cost_acceptance(learnt: Learnt, tmp_path: Path) ->
     here = decoded_here(learnt, shifted, "native")
     there = served(learnt, shifted, tmp_path / "vllm.log")
     assert here.tokens == there.outputs[0].tokens == learnt.answer, "a bad drafter costs time, never text"
-    assert there.mean_accepted_length <= K + 1 - 1
+    assert there.mean_accepted_length <= K + 1 - 1.5
     assert there.mean_accepted_length == pytest.approx(accepted_length(here), rel=0.02)

@@ -29,9 +29,10 @@ from trainer.target_head import load_target_head
 pytestmark = pytest.mark.vllm
 K = 3
 TOKENS = 65  # one from the prompt and sixteen whole steps of K + 1
-PROMPT = "Write the multiplication table of 7 up to 7 x 20."  # its answer repeats tokens: context must be read
-# neighbouring states differ most after the embedding and at the end, so an id that is off by one must show there
-SETTINGS = ["recipe=smoke", "target=smollm2", "target.tap_layers=[0,15,29]", "prompts=jsonl", "prompts.heldout=0",
+PROMPT = "Write the multiplication table of 7 up to 7 x 20."  # its answer repeats: context must be read
+# neighbouring states differ most after the embedding and at the end: an id off by one must show there
+SETTINGS = ["recipe=smoke", "target=smollm2", "target.tap_layers=[0,15,29]", "prompts=jsonl",
+            "prompts.heldout=0",
             "reference.dtype=float32", f"responses.sampling.max_new_tokens={TOKENS}", "drafter.layers=2",
             "drafter.start_layers=[-2,-1]", f"drafter.block_size={K + 1}", "drafter.anchors=64",
             "drafter.draft_vocab_size=256", "drafter.decay_gamma=100", "train.tokens=128", "train.steps=90",

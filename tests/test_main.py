@@ -374,11 +374,16 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(toy: Path, capfd: pytest.
     assert len(list(Path("runs/prompts").glob("*/stage.json"))) == 1
 
 
+def heed_interrupts() -> None:
+    """A shell's background job ignores Ctrl-C, and would hand that down to the process under test."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_stopped_run_cleans_up_and_goes_on(toy: Path, number: int, code: int) -> None:
     arguments = [*command(toy), "train.fault=slow"]
     with subprocess.Popen(arguments, env=environment(toy), text=True, stdout=subprocess.PIPE,
-                          stderr=subprocess.PIPE) as process:
+                          stderr=subprocess.PIPE, preexec_fn=heed_interrupts) as process:
         while "sleeping" not in process.stdout.readline():
             assert process.poll() is None
         process.send_signal(number)

@@ -350,7 +350,7 @@ def test_a_server_killed_in_the_middle_and_the_whole_run(home: Home) -> None:
     check_went_on(home.call(*settings), "evaluate")
     report = json.loads(Path(home.out.splitlines()[-1]).read_text())
     assert {"served_lossless", "served_accepted_length_gap"} <= {
-        name.rpartition(".")[2] for name, gate in report["gates"].items() if gate["passed"]}
+        name.rpartition("/")[2] for name, gate in report["gates"].items() if gate["passed"]}
     served = [row for row in report["rows"] if row["engine"] == "vllm"]
     assert len(served) == 1 and served[0]["lossless"] and served[0]["tok_s"] > 0 and served[0]["drafts"] > 0
 

@@ -27,8 +27,8 @@ def with_mask(sample: Sample, *spans: tuple[int, int]) -> Sample:
                                            for index in range(len(sample.tokens))))
 
 
-# Two answers with a hole between, the second to the very end; a document that begins with its answer; one that
-# ends with it; a single token; none.
+# Two answers with a hole between, the second to the very end; a document that begins with its answer; one
+# that ends with it; a single token; none.
 SAMPLES = [with_mask(sample, *spans) for sample, spans in zip(
     random_samples((24, 13, 19, 9, 11)), (((5, 12), (14, 24)), ((0, 9),), ((6, 19),), ((4, 5),), ()),
     strict=True)]

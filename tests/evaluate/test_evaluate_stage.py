@@ -14,8 +14,8 @@ from tiny import dflash, engine, make_dflash, uneven
 from trainer.architectures.dflash import DFlash
 from trainer.data.prompts import Jsonl, Prompts
 from trainer.errors import GateFailed, UserError
-from trainer.evaluate.decode import Counts, decode
-from trainer.evaluate.rows import in_process
+from trainer.evaluate.decode import decode
+from trainer.evaluate.rows import Tally, in_process
 from trainer.evaluate.stage import Evaluate
 from trainer.export.formats import Serving, choose
 from trainer.records import Sampling
@@ -59,7 +59,8 @@ def test_rows_hold_what_was_decoded(tiny_target: Target, inputs: dict[str, Path]
         assert row["acceptance_rate"] == pytest.approx(sum(positions) / len(positions), abs=1e-3)
         assert row["engine"] == "in_process" and row["lossless"] is True and row["speedup"] is None
         assert (row["model"], row["method"], row["dtype"], row["users"]) == ("tiny", "dflash", "float32", 1)
-    assert rows[0]["drafts"] == rows[2]["drafts"] + rows[3]["drafts"] > 0
+    for figure in ("drafts", "output_tokens", "prompts"):
+        assert rows[0][figure] == rows[2][figure] + rows[3][figure] > 0
     assert record["lossless"] is True and record["gates"]["in_process_lossless"]["passed"]
     assert record["accepted_length"] == rows[0]["mean_accepted_length"] and record["k"] == 3
 
@@ -68,16 +69,17 @@ def test_the_folder_is_what_is_measured(tiny_target: Target, inputs: dict[str, P
     """Counts equal a decoding with the drafter that was exported, whatever the settings of the run say."""
     stage(tiny_target, drafter=partial(DFlash, seed=99)).run(inputs, tmp_path)
     [row] = [row for row in json.loads((tmp_path / "rows.json").read_text()) if row["dataset"] == "heldout"]
-    drafter, total = uneven(dflash(tiny_target, block_size=8, layers=1)).eval(), Counts()
+    drafter, total = uneven(dflash(tiny_target, block_size=8, layers=1)).eval(), Tally()
     with engine().load(tiny_target.folder, tiny_target.end_ids) as loaded:
         for prompt in PROMPTS[:6]:
             ids = tiny_target.tokenizer.apply_chat_template(
                 [{"role": "user", "content": prompt["turns"][0]}], add_generation_prompt=True,
                 return_dict=False)
-            total.add(decode(loaded, drafter, ids, 3, 12, tiny_target.end_ids).counts)
-    assert row == in_process({key: row[key] for key in ("model", "method", "users", "dtype", "prompts")},
-                             "heldout",
-                             3, total, True)
+            [plain] = loaded.generate([ids], ["any"], Sampling(12, 0.0, 1.0, 0))
+            total.add(decode(loaded, drafter, ids, 3, 12, tiny_target.end_ids), plain)
+    assert row == in_process({key: row[key] for key in ("model", "method", "users", "dtype")}, "heldout", 3,
+                             total)
+    assert (row["prompts"], row["output_tokens"]) == (6, total.output_tokens)
 
 
 @pytest.mark.parametrize("k", [8, 0])
@@ -106,4 +108,5 @@ def test_some_prompt_must_be_held_out(tiny_target: Target, inputs: dict[str, Pat
 def test_some_prompts_stand_for_all(tiny_target: Target, inputs: dict[str, Path], tmp_path: Path) -> None:
     stage(tiny_target, prompts=2).run(inputs, tmp_path)
     rows = json.loads((tmp_path / "rows.json").read_text())
-    assert {row["prompts"] for row in rows} == {2} and len(rows) == 3
+    assert [(row["dataset"], row["prompts"]) for row in rows] == [
+        ("heldout", 2), ("heldout/chat", 1), ("heldout/maths", 1)]

@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.evaluate.decode import Counts
+from trainer.evaluate.decode import Counts, Decoded
 from trainer.evaluate.serving import Measurement
+from trainer.records import Completion
 
 
-def in_process(base: dict[str, Any], dataset: str, k: int, counts: Counts, lossless: bool) -> dict[str, Any]:
+@dataclass
+class Tally:
+    """What decoding a group of prompts in this process came to, beside the target's own answers."""
+
+    counts: Counts = field(default_factory=Counts)
+    prompts: int = 0
+    output_tokens: int = 0
+    differing: int = 0
+
+    def add(self, decoded: Decoded, plain: Completion) -> None:
+        self.counts.add(decoded.counts)
+        self.prompts += 1
+        self.output_tokens += len(decoded.tokens)
+        self.differing += decoded.tokens != plain.tokens
+
+    @property
+    def accepted_length(self) -> float:
+        return 1 + self.counts.accepted / max(1, self.counts.drafts)
+
+
+def in_process(base: dict[str, Any], dataset: str, k: int, tally: Tally) -> dict[str, Any]:
     """Acceptance alone: decoding in this process is exact, not fast, so no speed is claimed."""
-    drafts = max(1, counts.drafts)
-    return {**base, "dataset": dataset, "engine": "in_process", "num_speculative_tokens": k,
-            "baseline_tok_s": None, "tok_s": None, "speedup": None, "lossless": lossless,
-            "drafts": counts.drafts,
-            "mean_accepted_length": round(1 + counts.accepted / drafts, 4),
+    counts, drafts = tally.counts, max(1, tally.counts.drafts)
+    return {**base, "prompts": tally.prompts, "dataset": dataset, "engine": "in_process",
+            "num_speculative_tokens": k, "baseline_tok_s": None, "tok_s": None, "speedup": None,
+            "lossless": tally.differing == 0, "drafts": counts.drafts, "output_tokens": tally.output_tokens,
+            "mean_accepted_length": round(tally.accepted_length, 4),
             "acceptance_rate": round(counts.accepted / max(1, counts.draft_tokens), 4),
             "per_position_acceptance": [round(count / drafts, 4) for count in counts.per_position]}
 

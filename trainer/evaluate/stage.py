@@ -3,7 +3,8 @@ server.
 
 Both read the *exported* folder. In this process the target runs in float32; the server is asked with and
 without the drafter for the same prompts, greedily, one draft length after the other. What must agree is a
-gate: the accepted length of both walks, and the text with and without the drafter. """
+gate: the accepted length of both walks, and the text with and without the drafter. A killed evaluation
+starts over: speeds are compared within one run, on a machine in one state. """
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from trainer.data.responses import messages_of
 from trainer.engines.base import TargetEngine
 from trainer.errors import UserError
 from trainer.evaluate import rows
-from trainer.evaluate.decode import Counts, decode
+from trainer.evaluate.decode import decode
 from trainer.evaluate.serving import Measurement, compare, measure
 from trainer.export.formats import choose
 from trainer.gates import Gate, require
@@ -52,7 +53,7 @@ class Evaluate(Stage):
     agreement: float
 
     after: ClassVar[tuple[str, ...]] = ("prompts", "export")
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
 
     def external(self) -> dict[str, Any]:
         if self.server is not None:
@@ -93,26 +94,24 @@ class Evaluate(Stage):
 
     def _in_process(self, drafter: Drafter, questions: list[Question], base: dict[str, Any],
                     out: Path) -> tuple[list[dict[str, Any]], list[Gate]]:
-        found = []
+        slices = []
         differing = 0
         with self.engine.load(self.target.folder, self.target.end_ids) as engine:
             plain = _plain(engine, questions, self.sampling)
             for k in self.k:
-                whole, groups, same = Counts(), {}, 0
+                groups: dict[str, rows.Tally] = {}
                 with Progress(f"evaluate in process, K={k}", total=len(questions), unit="prompts") as bar:
                     for (_, category, prompt), expected in zip(questions, plain, strict=True):
                         decoded = decode(engine, drafter, prompt, k, self.sampling.max_new_tokens,
                                          self.target.end_ids)
-                        same += decoded.tokens == expected.tokens
-                        whole.add(decoded.counts)
-                        groups.setdefault(category, Counts()).add(decoded.counts)
-                        bar.advance(1, accepted=1 + whole.accepted / max(1, whole.drafts))
-                differing = max(differing, len(questions) - same)
-                found.append(rows.in_process(base, "heldout", k, whole, same == len(questions)))
-                if k == self.k[0]:
-                    slices = [rows.in_process(base, f"heldout/{name}", k, counts, same == len(questions))
-                              for name, counts in sorted(groups.items())]
-        return found + slices, [
+                        for name in ("heldout", f"heldout/{category}"):
+                            groups.setdefault(name, rows.Tally()).add(decoded, expected)
+                        bar.advance(1, accepted=groups["heldout"].accepted_length)
+                differing = max(differing, groups["heldout"].differing)
+                wanted = sorted(groups) if k == self.k[0] else ["heldout"]
+                slices += [rows.in_process(base, name, k, groups[name]) for name in wanted]
+        found = sorted(slices, key=lambda row: row["dataset"] != "heldout")
+        return found, [
             Gate("in_process_lossless", differing, 0, "<=", "the text changes with the drafter in this "
                  "process: verification or the rewind of the target's cache is wrong")]
 

@@ -34,6 +34,7 @@ LAW: dict[str, set[str]] = {
     "data": {"records", "pipeline", "target", "engines.base"},
     "hidden_states": {"records", "pipeline", "target", "target_head", "data", "engines.base"},
     "training": {"records", "pipeline", "target", "target_head", "data", "hidden_states.base",
+                 "hidden_states.prefetch",
                  "architectures.base"},
     "export": {"records", "pipeline", "target", "target_head", "data", "hidden_states.base",
                "architectures.base", "training.build"},

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,6 +18,7 @@ from trainer.architectures.base import Drafter
 from trainer.data.responses import read_samples
 from trainer.errors import UserError
 from trainer.hidden_states.base import HiddenStateSource, Manifest
+from trainer.hidden_states.prefetch import Prefetch
 from trainer.pipeline import Stage
 from trainer.progress import Progress
 from trainer.records import Sample
@@ -93,22 +95,34 @@ class Train(Stage):
         pace = Pace(steps, self.accumulate, self.warmup, self.floor, self.clip, self.precision)
         watch = _Watch(position)
         sums: dict[str, tuple[float, float]] = position["sums"]  # since the last line of the log
-        with Progress("train", total=steps, unit="steps", start=position["step"]) as bar:
-            for taken in fit(drafter, optimizer, rows.row, pace, position["step"]):
-                watch.tokens += taken.tokens
-                _merge(sums, taken.totals)
-                bar.advance(1, loss=_share(taken, "loss"), accepted=_share(taken, "accepted_length"),
-                            lr=taken.lr, **{"tokens/s": watch.rate})
-                last = taken.step == steps
-                due = last or taken.step % self.heldout_every == 0
-                if due or taken.step % self.runtime["log_every"] == 0:
-                    found = self._heldout(drafter, heldout, source) if due else {}
-                    log.write(_line(taken, means(sums), watch) | found)
-                    sums = {}
-                if last or taken.step % self.runtime["checkpoint_every"] == 0:
-                    checkpoint.save(out / "checkpoints", taken.step, drafter, optimizer,
-                                    {"tokens": watch.tokens, "seconds": watch.seconds, "sums": sums},
-                                    self.runtime["keep_checkpoints"])
+        step, told = position["step"], True  # `told`: all that is due after this step was done
+
+        def save() -> None:
+            checkpoint.save(out / "checkpoints", step, drafter, optimizer,
+                            {"tokens": watch.tokens, "seconds": watch.seconds, "sums": sums},
+                            self.runtime["keep_checkpoints"])
+
+        with Progress("train", total=steps, unit="steps", start=step) as bar, \
+                closing(Prefetch(rows.row, source.ahead, steps * self.accumulate)) as ready:
+            try:
+                for taken in fit(drafter, optimizer, ready.get, pace, step):
+                    step, told = taken.step, False
+                    watch.tokens += taken.tokens
+                    _merge(sums, taken.totals)
+                    bar.advance(1, loss=_share(taken, "loss"), accepted=_share(taken, "accepted_length"),
+                                lr=taken.lr, **{"tokens/s": watch.rate})
+                    due = step == steps or step % self.heldout_every == 0
+                    if due or step % self.runtime["log_every"] == 0:
+                        found = self._heldout(drafter, heldout, source) if due else {}
+                        log.write(_line(taken, means(sums), watch) | found)
+                        sums = {}
+                    told = True
+                    if step == steps or step % self.runtime["checkpoint_every"] == 0:
+                        save()
+            except UserError:
+                if told and step > position["step"]:
+                    save()  # the row that could not be had took no part in what was learnt so far
+                raise
         log.close()
         final = json.loads((out / "log.jsonl").read_text().splitlines()[-1])
         return {"steps": steps, "tokens": watch.tokens, "train_seconds": round(watch.seconds, 1),
@@ -123,9 +137,11 @@ class Train(Stage):
         rows = Rows(samples, source, self.tokens, seed=0, device=self.runtime["device"])
         totals: dict[str, tuple[float, float]] = {}
         drafter.eval()
-        with torch.compiler.set_stance("force_eager"):  # too few rows to be worth a second compilation
-            for number in range(rows.count(1)):
-                add(totals, forward(drafter, rows.row(number), self.precision))
+        count = rows.count(1)
+        with torch.compiler.set_stance("force_eager"), \
+                closing(Prefetch(rows.row, source.ahead, count)) as ready:
+            for number in range(count):  # too few rows to be worth a second compilation
+                add(totals, forward(drafter, ready.get(number), self.precision))
         drafter.train()
         return _named(means(totals), loss="heldout_loss", accepted_length="heldout_estimate")
 

@@ -1,4 +1,4 @@
-"""Asking ahead changes when a row is made, never what it holds, how many are held, or who is told of a failure."""
+"""Asking ahead changes when a row is made, never what it holds or who is told of a failure."""
 
 from __future__ import annotations
 

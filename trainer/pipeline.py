@@ -42,6 +42,8 @@ class Stage(ABC):
 
     after: ClassVar[tuple[str, ...]]  # names of the stages whose folders it reads
     version: ClassVar[int]  # raise it when the code changes the result
+    uses: ClassVar[tuple[str, ...]] = ()  # stages whose folders it reads where they are finished
+    lasting: ClassVar[bool] = True  # False: a view of how things are now, made anew every time
 
     def external(self) -> dict[str, Any]:
         """JSON-able facts outside the settings that decide the result, such as the hash of an input file."""
@@ -50,7 +52,8 @@ class Stage(ABC):
     @abstractmethod
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
         """Writes its result into `out`, going on from what lies there, and returns the numbers that matter;
-        "gates" among them holds gates as JSON by name. `inputs` holds the folder of each stage in `after`."""
+        "gates" among them holds gates as JSON by name. `inputs` holds the folder of each stage in `after`,
+        and of those in `uses` that are finished."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class Planned:
 
     @property
     def state(self) -> str:
-        if finished(self.folder, self.fingerprint):
+        if self.stage.lasting and finished(self.folder, self.fingerprint):
             return "reuse"
         return "continue" if self.partial.is_dir() and any(self.partial.iterdir()) else "run"
 
@@ -149,9 +152,10 @@ def plan(settings: dict[str, Any]) -> list[Planned]:
                             f"choose an option for the group {name}")
         stage = build(settings[name])
         assert isinstance(stage, Stage), f"{name} is no Stage but {type(stage).__name__}"
-        for upstream in stage.after:
+        upstreams = (*stage.after, *stage.uses)
+        for upstream in upstreams:
             add(upstream, name, (*open_stages, name))
-        inputs = {upstream: planned[upstream].fingerprint for upstream in stage.after}
+        inputs = {upstream: planned[upstream].fingerprint for upstream in upstreams}
         node = masked(settings[name])
         digest = fingerprint(node, stage.version, stage.external(), inputs)
         planned[name] = Planned(name, stage, node, digest, inputs, root / name / digest[:16])
@@ -180,7 +184,7 @@ def run(settings: dict[str, Any]) -> Path:
     by_name = {planned.name: planned for planned in stages}
     wanted = [planned for planned in stages if planned.name in settings["run"]]
     for planned in wanted:
-        for name in planned.inputs:
+        for name in planned.stage.after:
             if name not in settings["run"] and by_name[name].state != "reuse":
                 names = ",".join(each.name for each in stages if each.name in (*settings["run"], name))
                 raise UserError(f"stage '{planned.name}' reads '{name}', which is not in run= and has no "
@@ -188,7 +192,8 @@ def run(settings: dict[str, Any]) -> Path:
                                 f"run=[{names}]")
     for planned in wanted:
         if planned.state != "reuse":
-            _execute(planned, {name: by_name[name].folder.resolve() for name in planned.inputs})
+            _execute(planned, {name: by_name[name].folder.resolve() for name in planned.inputs
+                               if name in planned.stage.after or by_name[name].state == "reuse"})
     _remember(Path(settings["run_root"]).expanduser(), stages)
     result = by_name["report"].folder / "report.json" if "report" in settings["run"] else wanted[-1].folder
     return result if result.exists() else wanted[-1].folder
@@ -200,6 +205,8 @@ def _execute(planned: Planned, inputs: dict[str, Path]) -> None:
         state = planned.state
         if state == "reuse":  # finished by another process since the plan was made
             return
+        if not planned.stage.lasting:
+            shutil.rmtree(out, ignore_errors=True)
         out.mkdir(exist_ok=True)
         for stale in out.glob(".stage.json.*"):  # left by a process that was killed while it wrote
             stale.unlink()
@@ -211,6 +218,8 @@ def _execute(planned: Planned, inputs: dict[str, Path]) -> None:
             flush(out)
             write_json(out / "stage.json", _stage_json(planned, record, seconds, resumed=state == "continue"))
             _say(planned.name, record, seconds)
+        if not planned.stage.lasting:
+            shutil.rmtree(planned.folder, ignore_errors=True)
         out.rename(planned.folder)
         sync(planned.folder.parent)
 

@@ -1,0 +1,82 @@
+"""Stages that read others where they are finished, and views that are made anew every time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from trainer import pipeline
+from trainer.errors import UserError
+from trainer.pipeline import Stage
+
+SEEN: list[list[str]] = []
+NOW = [0]
+
+
+@dataclass(frozen=True)
+class Part(Stage):
+    after: ClassVar[tuple[str, ...]] = ()
+    version: ClassVar[int] = 1
+    size: int
+
+    def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
+        (out / "part").write_text("x" * self.size)
+        return {"size": self.size}
+
+
+@dataclass(frozen=True)
+class View(Stage):
+    after: ClassVar[tuple[str, ...]] = ("needed",)
+    uses: ClassVar[tuple[str, ...]] = ("useful",)
+    lasting: ClassVar[bool] = False
+    version: ClassVar[int] = 1
+
+    def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
+        assert not list(out.iterdir()), "a view starts from nothing"
+        SEEN.append(sorted(inputs))
+        (out / "now").write_text(str(NOW[0]))
+        if NOW[0] < 0:
+            raise UserError("not now")
+        return {"now": NOW[0]}
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    SEEN.clear()
+    NOW[0] = 0
+    monkeypatch.chdir(tmp_path)
+
+
+def settings(*run: str) -> dict[str, Any]:
+    return {"run_root": "runs", "run": list(run), "needed": {"_target_": f"{__name__}.Part", "size": 2},
+            "useful": {"_target_": f"{__name__}.Part", "size": 3}, "view": {"_target_": f"{__name__}.View"}}
+
+
+def test_what_is_useful_is_handed_over_where_it_is_finished() -> None:
+    pipeline.run(settings("needed", "view"))
+    assert SEEN == [["needed"]] and not Path("runs/useful").exists()
+    pipeline.run(settings("useful"))
+    pipeline.run(settings("view"))
+    pipeline.run(settings("needed", "useful", "view"))
+    assert SEEN[1:] == [["needed", "useful"]] * 2
+
+
+def test_what_is_needed_must_still_be_there() -> None:
+    with pytest.raises(UserError, match="stage 'view' reads 'needed', which is not in run="):
+        pipeline.run(settings("view"))
+
+
+def test_a_view_is_made_anew_and_leaves_one_folder() -> None:
+    first = pipeline.run(settings("needed", "view"))
+    NOW[0] = -1
+    with pytest.raises(UserError, match="not now"):
+        pipeline.run(settings("view"))
+    assert (first / "now").read_text() == "0", "the last view stays until there is a new one"
+    NOW[0] = 1
+    assert pipeline.run(settings("view")) == first and (first / "now").read_text() == "1"
+    assert json.loads((first / "stage.json").read_text())["record"] == {"now": 1}
+    assert [path.name for path in first.parent.iterdir() if path.is_dir()] == [first.name]

@@ -176,6 +176,19 @@ def test_a_data_set_without_what_is_asked_for_is_named(
         Datasets(str(tmp_path), None, split, column, "main").rows()
 
 
+def test_a_local_data_set_is_known_by_its_files(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"question": "one?"}\n')
+    source = Datasets(str(tmp_path), None, "train", "question", "main")
+    before = source.fingerprint()
+    assert source.fingerprint() == before
+    path.write_text('{"question": "two?"}\n')
+    changed = source.fingerprint()
+    path.rename(tmp_path / "other.jsonl")
+    assert len({before, changed, source.fingerprint()}) == 3
+    assert Datasets("someone/set", None, "train", "question", "3f2a1b").fingerprint() == "3f2a1b"
+
+
 def test_the_built_in_prompts_have_a_split_of_their_own(tmp_path: Path) -> None:
     rows = Builtin().rows()
     train, heldout = ({prompt.id for prompt, name in rows if name == part} for part in ("train", "heldout"))

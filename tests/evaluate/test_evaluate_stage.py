@@ -43,7 +43,8 @@ def inputs(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> dic
 def stage(target: Target, **changes: Any) -> Evaluate:
     return Evaluate(**{"target": target, "drafter": make_dflash(), "engine": engine(), "server": None,
                        "dtype": "float32", "sampling": Sampling(12, 0.0, 1.0, 0), "prompts": 6, "k": [3],
-                       "users": 1, "warmup": 0, "format": "speculators", "agreement": 0.02, **changes})
+                       "users": 1, "warmup": 0, "rounds": 2, "format": "speculators",
+                       "agreement": 0.02, **changes})
 
 
 def test_rows_hold_what_was_decoded(tiny_target: Target, inputs: dict[str, Path], tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from hypothesis import given
@@ -86,6 +88,49 @@ def test_counters_subtract() -> None:
     assert SpecCounters(9, 36, 20, (8, 7)) - SpecCounters(4, 16, 9, (4, 3)) == SpecCounters(5, 20, 11, (4, 4))
 
 
+class Watched:
+    """Answers a prompt with its own ids, twice, and remembers in which order it was asked."""
+
+    order: ClassVar[list[tuple[str, int]]] = []
+
+    def __init__(self, name: str, k: int | None) -> None:
+        self.name, self.k, self.steps = name, k, 0
+
+    def complete(self, prompts: Sequence[Sequence[int]], sampling: Sampling,
+                 concurrency: int) -> list[Completion]:
+        self.order.append((self.name, len(prompts)))
+        time.sleep(0.01 * len(prompts))
+        self.steps += len(prompts) if self.k else 0
+        return [Completion((*prompt, *prompt), "stop") for prompt in prompts]
+
+    def counters(self) -> SpecCounters:
+        return SpecCounters(self.steps, self.steps, self.steps, (self.steps,) if self.k else ())
+
+
+def test_servers_take_turns_in_alternating_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answers every prompt once, in the order of the prompts, and what came before is not counted."""
+    monkeypatch.setattr("trainer.evaluate.serving.IDLE_SECONDS", 0.0)
+    Watched.order.clear()
+    prompts = [[number] for number in range(7)]
+    plain, drafted = measure([Watched("plain", None), Watched("drafted", 1)], prompts,
+                             Sampling(2, 0.0, 1.0, 0), users=1, warmup=2, rounds=3)
+    assert Watched.order[:2] == [("plain", 2), ("drafted", 2)], "the warm-up"
+    assert Watched.order[2:] == [("plain", 2), ("drafted", 2), ("drafted", 2), ("plain", 2), ("plain", 3),
+                                 ("drafted", 3)]
+    for found in (plain, drafted):
+        assert [output.tokens for output in found.outputs] == [(number, number) for number in range(7)]
+        assert found.output_tokens == 14 and found.tok_s == pytest.approx(14 / found.seconds)
+        assert 0.07 <= found.seconds < 1
+    assert plain.counters.drafts == 0 and drafted.counters.drafts == 7
+    assert compare(plain, drafted).lossless
+
+
+def test_more_turns_than_prompts() -> None:
+    Watched.order.clear()
+    measure([Watched("plain", None)], [[1], [2]], Sampling(2, 0.0, 1.0, 0), users=1, warmup=0, rounds=5)
+    assert Watched.order == [("plain", 1), ("plain", 1)]
+
+
 @pytest.fixture(scope="module")
 def circling_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target whose layers add nothing, so its next token depends on the last one alone: greedy text soon
@@ -120,8 +165,8 @@ def drafting(circling_target: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def test_a_real_server_is_measured(drafting: RunningServer) -> None:
     prompts = [[10, 20, 30], [40, 50, 60, 70], [80]]
     sampling = Sampling(max_new_tokens=100, temperature=0.0, top_p=1.0, seed=0)
-    cold = measure(drafting, prompts, sampling, users=2, warmup=0)
-    warm = measure(drafting, prompts, sampling, users=2, warmup=2)
+    [cold] = measure([drafting], prompts, sampling, users=2, warmup=0, rounds=1)
+    [warm] = measure([drafting], prompts, sampling, users=2, warmup=2, rounds=2)
     assert cold.output_tokens == sum(len(output.tokens) for output in cold.outputs)
     assert cold.tok_s == pytest.approx(cold.output_tokens / cold.seconds)
     assert [output.tokens for output in cold.outputs] == [output.tokens for output in warm.outputs]

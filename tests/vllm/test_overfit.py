@@ -95,7 +95,7 @@ def served(learnt: Learnt, shifted: Path, tmp_path_factory: pytest.TempPathFacto
     def serve(folder: Path, core: int) -> Measurement:
         settings = small_server(python=vllm_python(), max_num_seqs=1, runtime__threads=str(core))
         with settings.serve(learnt.target.folder, home / f"{folder.name}.log", folder, "dflash", K) as server:
-            return measure(server, [learnt.prompt], Sampling(TOKENS, 0.0, 1.0, 0), users=1, warmup=0)
+            return measure([server], [learnt.prompt], Sampling(TOKENS, 0.0, 1.0, 0), 1, warmup=0, rounds=1)[0]
 
     with ThreadPoolExecutor(2) as both:
         return list(both.map(serve, (learnt.folder / "speculators", shifted), (cores[0], cores[-1])))

@@ -79,7 +79,11 @@ class Builtin(PromptSource):
 
 @dataclass(frozen=True)
 class Datasets(PromptSource):
-    """A data set by name through `datasets`; `column` holds one text, a list of turns or of messages."""
+    """A data set by name through `datasets`; `column` holds one text, a list of turns or of messages.
+
+    One of the Hub is known by its revision: name a commit there, and nothing can move under a run. A local
+    folder is known by its files.
+    """
 
     name: str
     config: str | None
@@ -102,7 +106,14 @@ class Datasets(PromptSource):
                 for number, value in enumerate(table[self.column], 1)]
 
     def fingerprint(self) -> str:
-        return self.revision
+        folder = Path(self.name).expanduser()
+        if not folder.is_dir():
+            return self.revision
+        digest = hashlib.sha256()
+        for path in sorted(each for each in folder.rglob("*") if each.is_file()):
+            digest.update(f"{path.relative_to(folder)}\0{path.stat().st_size}\0".encode())
+            digest.update(path.read_bytes())
+        return digest.hexdigest()[:16]
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ Acceptance is vLLM's own count over the measured requests alone (difference of t
 definitions: a draft is one step of one request that had draft tokens to verify; the mean accepted length
 includes the bonus token; acceptance by position is cumulative, so 1 + its sum is the mean accepted length.
 Requests near their end draft fewer tokens, which moves the acceptance rate with the length of the answers,
-hardly the accepted length. Speed is the wall clock from the first request to the last answer, prompts
-included.
+hardly the accepted length. Speed is the wall clock from the first request to the last answer of every turn,
+prompts included.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any, Protocol
 
 from trainer.errors import UserError
 from trainer.records import Completion, Sampling
+
+IDLE_SECONDS = 1.5  # after its last request a server's worker looks for another one, busily, for a second
 
 
 class Counters(Protocol):
@@ -72,16 +74,33 @@ class Comparison:
     position: int | None = None
 
 
-def measure(server: Server, prompts: Sequence[Sequence[int]], sampling: Sampling, users: int,
-            warmup: int) -> Measurement:
-    """Answers all prompts with `users` in flight, after the first `warmup` prompts once unmeasured."""
-    if warmup:
+def measure(servers: Sequence[Server], prompts: Sequence[Sequence[int]], sampling: Sampling, users: int,
+            warmup: int, rounds: int) -> list[Measurement]:
+    """Has each server answer all prompts with `users` in flight, after the first `warmup` prompts unmeasured.
+
+    The servers take turns, `rounds` of them, each with its share of the prompts and in alternating order, so
+    that a machine that gets slower or faster meanwhile does so for all of them.
+    """
+    turns = [prompts[len(prompts) * turn // rounds:len(prompts) * (turn + 1) // rounds]
+             for turn in range(rounds)]
+    for server in servers if warmup else ():
         server.complete(prompts[:warmup], sampling, users)
-    before = server.counters()
-    start = time.perf_counter()
-    outputs = server.complete(prompts, sampling, users)
-    seconds = time.perf_counter() - start
-    counters = server.counters() - before
+    before = [server.counters() for server in servers]
+    outputs: list[list[Completion]] = [[] for _ in servers]
+    seconds = [0.0] * len(servers)
+    for number, part in enumerate(filter(len, turns)):
+        for place in (range(len(servers)) if number % 2 == 0 else reversed(range(len(servers)))):
+            if len(servers) > 1:
+                time.sleep(IDLE_SECONDS)
+            start = time.perf_counter()
+            outputs[place] += servers[place].complete(part, sampling, users)
+            seconds[place] += time.perf_counter() - start
+    counters = [server.counters() - one for server, one in zip(servers, before, strict=True)]
+    return [_measurement(*each) for each in zip(servers, outputs, seconds, counters, strict=True)]
+
+
+def _measurement(server: Server, outputs: list[Completion], seconds: float,
+                 counters: Counters) -> Measurement:
     tokens = sum(len(output.tokens) for output in outputs)
     length, rate, per_position = acceptance(counters, server.k or 0)
     return Measurement(outputs, seconds, tokens, tokens / seconds, counters, length, rate, per_position)

@@ -9,6 +9,8 @@ starts over: speeds are compared within one run, on a machine in one state. """
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -37,7 +39,8 @@ Question = tuple[str, str, list[int]]  # id, category, prompt ids
 @dataclass(frozen=True)
 class Evaluate(Stage):
     """`prompts` held-out prompts, the draft lengths `k` (the first is the one that the gates judge), `users`
-    at a time. `server` null measures in this process only."""
+    at a time. `server` null measures in this process only. With `rounds` the servers with and without the
+    drafter are up together and take turns (memory for both is needed); null measures one after the other."""
 
     target: Target
     drafter: MakeDrafter
@@ -49,6 +52,7 @@ class Evaluate(Stage):
     k: list[int]
     users: int
     warmup: int
+    rounds: int | None
     format: str
     agreement: float
 
@@ -117,10 +121,9 @@ class Evaluate(Stage):
 
     def _served(self, folder: Path, method: str, questions: list[Question], base: dict[str, Any],
                 expected: float, out: Path) -> tuple[list[dict[str, Any]], list[Gate]]:
-        plain = self._measure(None, None, None, questions, out / "vllm-plain.log")
         found, differing = [], 0
-        for k in self.k:
-            drafted = self._measure(folder, method, k, questions, out / f"vllm-k{k}.log")
+        prompts = [prompt for _, _, prompt in questions]
+        for k, plain, drafted in self._measured(folder, method, prompts, out):
             result = compare(plain, drafted)
             differing = max(differing, result.differing)
             found.append(rows.served(base, k, plain, drafted, result.lossless))
@@ -133,16 +136,35 @@ class Evaluate(Stage):
                  "verification or attention for several query rows is wrong (compare in float32, other "
                  "attention backends)")]
 
-    def _measure(self, folder: Path | None, method: str | None, k: int | None, questions: list[Question],
-                 log: Path) -> Measurement:
-        what = "evaluate on vLLM, plain" if k is None else f"evaluate on vLLM, K={k}"
-        print(f"{what}: starting the server")
-        prompts = [prompt for _, _, prompt in questions]
-        described = replace(self.server, dtype=self.dtype)
-        with described.serve(self.target.folder, log, folder, method, k) as server:
-            result = measure(server, prompts, self.sampling, self.users, self.warmup)
-        print(f"{what}: {result.tok_s:.1f} tokens/s, accepted length {result.mean_accepted_length:.3f}")
-        return result
+    def _measured(self, folder: Path, method: str, prompts: list[list[int]],
+                  out: Path) -> Iterator[tuple[int, Measurement, Measurement]]:
+        """Every K with its measurements without and with the drafter."""
+        asked = (prompts, self.sampling, self.users, self.warmup)
+        together = self.rounds is not None
+        with ExitStack() as stack:
+            plain = stack.enter_context(self._server(out / "vllm-plain.log", elsewhere=together))
+            alone = None
+            if not together:
+                [alone] = measure([plain], *asked, rounds=1)
+                stack.close()
+            for k in self.k:
+                with self._server(out / f"vllm-k{k}.log", folder, method, k) as drafted:
+                    if alone is None:
+                        pair = measure([plain, drafted], *asked, rounds=self.rounds)
+                    else:
+                        pair = [alone, *measure([drafted], *asked, rounds=1)]
+                print(f"evaluate on vLLM, K={k}: {pair[1].tok_s:.1f} tokens/s, {pair[0].tok_s:.1f} without "
+                      f"the drafter; accepted length {pair[1].mean_accepted_length:.3f}", flush=True)
+                yield k, *pair
+
+    def _server(self, log: Path, folder: Path | None = None, method: str | None = None,
+                k: int | None = None, elsewhere: bool = False) -> Any:
+        """A server in the dtype of the measurement; `elsewhere`: not at the port of the settings, where
+        another one will be."""
+        print(f"evaluate on vLLM, {'plain' if k is None else f'K={k}'}: starting the server", flush=True)
+        runtime = replace(self.server.runtime, port=0) if elsewhere else self.server.runtime
+        described = replace(self.server, dtype=self.dtype, runtime=runtime)
+        return described.serve(self.target.folder, log, folder, method, k)
 
 
 def _plain(engine: TargetEngine, questions: list[Question], sampling: Sampling) -> list[Completion]:

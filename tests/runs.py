@@ -16,18 +16,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from forks import FORKS
 
 from trainer.__main__ import main
 
 PROJECT = Path(__file__).resolve().parents[1]
 SMOKE = ["recipe=smoke", "hardware.compile=false"]
 ALONE = [*SMOKE, "evaluate.server=null"]
-PARTS = {"responses": "responses.jsonl", "hidden_states": "shard-*.safetensors",
-         "train": "checkpoints/step_??????"}
+COMMITS = ["hidden_states.runtime.shard_gib=0.0003", "hidden_states.runtime.commit_tokens=100"]  # many
+PARTS = {"responses": "responses.jsonl", "hidden_states": "index.bin", "train": "checkpoints/step_??????"}
 PATIENCE = 550  # seconds; a busy machine is no fault
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["trainer.training.stage", "trainer.engines.transformers",
-                              "trainer.evaluate.report", "transformers.models.llama.modeling_llama"])
 Run = multiprocessing.process.BaseProcess
 STAGES = ("prompts", "responses", "hidden_states", "train", "export", "evaluate", "report")
 
@@ -102,7 +100,7 @@ class Home:
     def parts(self, stage: str) -> int:
         """How much of a stage that is not finished lies on the disk, in any unit that grows."""
         found = list((self.root / stage).glob(f"*.partial/{PARTS[stage]}"))
-        if stage == "responses":
+        if stage != "train":
             return sum(path.stat().st_size for path in found)
         return max((int(path.stem[-6:].strip("-_")) + 1 for path in found), default=0)
 

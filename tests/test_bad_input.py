@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from runs import ALONE, SMOKE, Home, check_went_on, quick, told
+from runs import ALONE, COMMITS, SMOKE, Home, check_went_on, quick, told
 from vllm_support import vllm_python
 
 from trainer.target import Target
@@ -108,7 +108,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_full_disk(home: Home, small_disk: Path) -> None:
     home.root = small_disk / "runs"
-    settings = [*ALONE, "hidden_states.shard_tokens=500", "run=[prompts,responses,hidden_states]"]
+    settings = [*ALONE, *COMMITS, "run=[prompts,responses,hidden_states]"]
     home.call(*settings, expected=2)
     line = told(2, home.out, home.err)
     assert "the disk is full: stage 'hidden_states'" in line and str(small_disk) in line

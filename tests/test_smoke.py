@@ -14,14 +14,14 @@ import signal
 from pathlib import Path
 
 import pytest
-from runs import ALONE, PATIENCE, SMOKE, STAGES, Home, check_went_on, quick, told, wait_until
+from runs import ALONE, COMMITS, PATIENCE, SMOKE, STAGES, Home, check_went_on, quick, told, wait_until
 from vllm_support import vllm_python
 
 from trainer.engines import vllm_process
 
 # many small parts, so that a stage is stopped in its middle and not after it
-SLOW = [*ALONE, "prompts.limit=120", "reference.batch=8", "hidden_states.shard_tokens=500",
-        "train.tokens=640", "train.steps=60", "train.runtime.checkpoint_every=4"]
+SLOW = [*ALONE, "prompts.limit=120", "reference.batch=8", *COMMITS, "train.tokens=640", "train.steps=60",
+        "train.runtime.checkpoint_every=4"]
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(unbroken: Home, home: Home) -> 
             if stage != "responses" or number == signal.SIGTERM:
                 check_went_on(home.out, stage if number == signal.SIGTERM else earlier(stage))
     check_went_on(home.call(*SLOW), "train")
-    for name, pattern in (("responses", "responses.jsonl"), ("hidden_states", "shard-*"),
+    for name, pattern in (("responses", "responses.jsonl"), ("hidden_states", "*.bin"),
                           ("hidden_states", "manifest.json"), ("train", "*.safetensors"),
                           ("export", "*/*.safetensors")):
         ours, theirs = (contents(each.stage(name), pattern) for each in (home, unbroken))

@@ -18,8 +18,9 @@ from torch import Tensor
 from trainer.architectures.base import Drafter
 from trainer.architectures.dflash import DFlash
 from trainer.engines.transformers import TransformersEngine
-from trainer.hidden_states import shards
 from trainer.hidden_states.base import Manifest
+from trainer.hidden_states.offline import Offline
+from trainer.hidden_states.writer import ShardWriter
 from trainer.records import HiddenStates, Sample
 from trainer.target import Folder, Target
 from trainer.training.build import build_drafter
@@ -85,14 +86,19 @@ def finished_inputs(target: Target, folder: Path, samples: Sequence[Sample], hel
     """Finished stages `responses` and `hidden_states` of the samples, layers 1 and 2."""
     states = folder / "hidden_states"
     states.mkdir(parents=True)
-    planned = shards.plan(samples, 200)
-    for number, inside in enumerate(planned):
-        shards.write_shard(states, number, inside, states_of(target, inside, [1, 2]))
-    where, described = shards.describe_shards(states, planned)
-    Manifest(target.identity, target.template_hash, [1, 2], "float32",
-             sum(len(each.tokens) for each in samples),
-             where, described).write(states)
+    with ShardWriter(states, manifest_of(target, [1, 2]), shard_bytes=200_000) as writer:
+        for sample, state in zip(samples, states_of(target, samples, [1, 2]), strict=True):
+            writer.append(sample, state)
     return {"responses": write_responses(folder / "responses", samples, heldout), "hidden_states": states}
+
+
+def manifest_of(target: Target, layers: Sequence[int], **changes: Any) -> Manifest:
+    """Of states in float32, stored as they are."""
+    return replace(Manifest(target.identity, target.template_hash, list(layers), target.config["hidden_size"],
+                            "float32", "native", "supervised", "tests"), **changes)
+
+
+OFFLINE = partial(Offline, runtime={"verify": "first"})  # as conf/hidden_states/offline.yaml has it
 
 
 def uneven(drafter: Drafter, seed: int = 0, scale: float = 0.15) -> Drafter:

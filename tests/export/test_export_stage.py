@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny import dflash, finished_inputs, make_dflash, random_samples, uneven
+from tiny import OFFLINE, dflash, finished_inputs, make_dflash, random_samples, uneven
 
 from trainer.architectures.base import Exported
 from trainer.errors import GateFailed, UserError
 from trainer.export import formats
 from trainer.export.stage import Export
-from trainer.hidden_states.offline import Offline
 from trainer.target import Target
 from trainer.training import checkpoint
 from trainer.training.build import save_counts
@@ -37,7 +36,7 @@ def inputs(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 
 def stage(target: Target, **changes: Any) -> Export:
-    return Export(**{"target": target, "drafter": make_dflash(**SETTINGS), "source": Offline,
+    return Export(**{"target": target, "drafter": make_dflash(**SETTINGS), "source": OFFLINE,
                      "formats": ["speculators", "native"], "dtype": "bfloat16", "default_k": 3,
                      "target_name": None,
                      "trained_modes": ["chat"], "probe_rows": 2, **changes})

@@ -1,117 +1,189 @@
-"""Stored hidden states: how samples are cut into shards, and that no damage goes unseen."""
+"""No damage goes unseen: every kind of it, on a cache that the engine made, and what the message says."""
 
 from __future__ import annotations
 
-import json
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
-from tiny import random_samples
+from stored_states import SAMPLES, WIDTH, change, contents, fill, flip, index_of
 
 from trainer.errors import UserError
 from trainer.hidden_states.base import Manifest
-from trainer.hidden_states.shards import ShardReader, bad_rows, describe_shards, plan, shard_path, write_shard
-from trainer.records import HiddenStates
+from trainer.hidden_states.codec import token_bytes
+from trainer.hidden_states.index import index_path
+from trainer.hidden_states.reader import ShardReader
+from trainer.hidden_states.shards import shard_numbers, shard_path
+from trainer.records import Sample
+from trainer.target import Target
 
-SAMPLES = random_samples((9, 4, 7, 6), prompt=2)
-HIDDEN, LAYERS = 8, [1, 3]
-
-
-def states(seed: int, rows: int) -> HiddenStates:
-    generator = torch.Generator().manual_seed(seed)
-    return HiddenStates(torch.randn(rows, 2 * HIDDEN, generator=generator).bfloat16(),
-                        torch.randn(rows, HIDDEN, generator=generator).bfloat16())
+REMEDY = "remove {} and run the stage hidden_states again$"
 
 
-@pytest.fixture
-def stored(tmp_path: Path) -> Path:
-    planned = plan(SAMPLES, 13)
-    for number, samples in enumerate(planned):
-        write_shard(tmp_path, number, samples, [states(len(s.tokens), len(s.tokens)) for s in samples])
-    where, described = describe_shards(tmp_path, planned)
-    Manifest("target", "template", LAYERS, "bfloat16", 26, where, described).write(tmp_path)
-    return tmp_path
+def refused(folder: Path, sample: Sample, said: str, verify: Any = "first") -> None:
+    """Reading the sample says so, in one sentence with the remedy; the other samples can still be read."""
+    reader = ShardReader(folder, verify=verify)
+    with pytest.raises(UserError, match=said + ".*" + REMEDY.format(re.escape(str(folder)))) as caught:
+        reader.get(sample)
+    assert "\n" not in str(caught.value)
+    for other in SAMPLES:
+        if other.id != sample.id:
+            reader.get(other)
 
 
-@settings(max_examples=80, deadline=None)
-@given(st.lists(st.integers(1, 30), max_size=20), st.integers(1, 40))
-def test_shards_hold_samples_whole_and_in_order(lengths: list[int], tokens: int) -> None:
-    samples = random_samples(lengths)
-    planned = plan(samples, tokens)
-    assert [sample for shard in planned for sample in shard] == samples
-    for shard in planned:
-        assert len(shard) == 1 or sum(len(sample.tokens) for sample in shard) <= tokens
+def test_the_cache_has_shards_of_several_samples(made: dict[str, Path]) -> None:
+    """What the tests below stand on."""
+    shards = [record.shard for record in index_of(made["native"])]
+    assert len(shards) == 5 and len(set(shards)) >= 3 and shards == sorted(shards)
+    assert shard_numbers(made["native"]) == sorted(set(shards))
+    for record in index_of(made["native"]):
+        assert record.offset % 4096 == 0
+    assert 2 * sum(map(len, contents(made["float8_e4m3fn"]).values())) < \
+        sum(map(len, contents(made["native"]).values())), "float32 has four times the bytes"
 
 
-def test_what_was_written_comes_back_bit_for_bit(stored: Path) -> None:
-    assert [path.name for path in sorted(stored.glob("shard-*"))] == ["shard-00000.safetensors",
-                                                                      "shard-00001.safetensors"]
-    reader = ShardReader(stored)
-    for sample in reversed(SAMPLES):
-        expected, found = states(len(sample.tokens), len(sample.tokens)), reader.get(sample)
-        assert torch.equal(found.taps, expected.taps) and torch.equal(found.last, expected.last)
-        assert found.taps.dtype == torch.bfloat16
-    reader.close()
+# damage
 
 
-@pytest.mark.parametrize("damage", ["cut", "nan", "zeros", "one bit", "gone"])
-def test_a_damaged_shard_is_named(stored: Path, damage: str) -> None:
-    path = shard_path(stored, 1)
+def test_a_truncated_shard(either: Path) -> None:
+    record = index_of(either).find("s2")
+    path = shard_path(either, record.shard)
     content = path.read_bytes()
-    tensors = load_file(path)
-    if damage == "cut":
-        path.write_bytes(content[:-100])
-    elif damage == "one bit":
-        path.write_bytes(content[:-5] + bytes([content[-5] ^ 1]) + content[-4:])
-    elif damage == "gone":
-        path.unlink()
-    else:
-        wrong = torch.full_like(tensors["taps"], float("nan") if damage == "nan" else 0)
-        save_file(tensors | {"taps": wrong}, path)
-    reader = ShardReader(stored)
-    reader.get(SAMPLES[0])
-    with pytest.raises(UserError, match=f"{path} is (missing|damaged).* remove {stored} and extract again"):
+    path.write_bytes(content[:record.end - 10])
+    refused(either, SAMPLES[2], f"^{path} is truncated: expected at least {record.end} bytes, found "
+                                f"{record.end - 10};")
+
+
+def test_a_shard_that_is_truncated_while_it_is_read(cache: Path) -> None:
+    """The reader has it in memory already, and must not die of touching what is gone."""
+    reader = ShardReader(cache, verify="never")
+    reader.get(SAMPLES[2])
+    record = index_of(cache).find("s2")
+    with shard_path(cache, record.shard).open("r+b") as file:
+        file.truncate(record.offset + 100)
+    with pytest.raises(UserError, match=f"is truncated: expected at least .*, found {record.offset + 100}"):
         reader.get(SAMPLES[2])
 
 
-def test_states_of_other_tokens_are_refused(stored: Path) -> None:
-    reader = ShardReader(stored)
-    changed = replace(SAMPLES[1], tokens=(1, *SAMPLES[1].tokens[1:]))
-    longer = replace(SAMPLES[1], tokens=(*SAMPLES[1].tokens, 5))
-    for sample in (changed, longer):
-        with pytest.raises(UserError, match=f"{shard_path(stored, 0)} holds other tokens than sample s1"):
-            reader.get(sample)
-    with pytest.raises(UserError, match="has no hidden states of sample s9"):
-        reader.get(replace(SAMPLES[1], id="s9"))
-
-
-@pytest.mark.parametrize("content", [None, "{", "[]", json.dumps({"target": "only"})])
-def test_a_manifest_that_cannot_be_read_is_named(stored: Path, content: str | None) -> None:
-    path = stored / "manifest.json"
+def test_a_shard_that_is_gone(cache: Path) -> None:
+    record = index_of(cache).find("s2")
+    path = shard_path(cache, record.shard)
     path.unlink()
-    if content is not None:
-        path.write_text(content)
-    with pytest.raises(UserError, match=f"{path} is missing or not readable"):
-        ShardReader(stored)
+    refused(cache, SAMPLES[2], rf"^{path} is missing or cannot be read \(No such file or directory\): "
+                               "expected a shard of at least")
 
 
-@pytest.mark.parametrize(("part", "columns", "value"), [
-    ("taps", slice(None), 0.0), ("taps", slice(0, HIDDEN), 0.0), ("taps", slice(3, 4), float("nan")),
-    ("last", slice(None), 0.0), ("last", slice(0, 1), float("inf"))])
-def test_bad_rows_are_counted_in_every_layer(part: str, columns: slice, value: float) -> None:
-    good = states(0, 6)
-    assert bad_rows(good) == 0
-    getattr(good, part)[1, columns] = value
-    getattr(good, part)[4, columns] = value
-    assert bad_rows(good) == 2
+def test_a_truncated_index(cache: Path) -> None:
+    path = index_path(cache)
+    path.write_bytes(path.read_bytes()[:4 * index_of(cache).width])
+    refused(cache, SAMPLES[4], f"^{cache} has no hidden states of sample s4: expected its record in {path}, "
+                               "found 4 of other samples;")
 
 
-def test_a_single_zero_is_not_a_bad_row() -> None:
-    good = states(0, 6)
-    good.taps[2, 3] = 0.0
-    assert bad_rows(good) == 0
+def test_a_torn_record(cache: Path) -> None:
+    path, width = index_path(cache), index_of(cache).width
+    path.write_bytes(path.read_bytes()[:-20])
+    refused(cache, SAMPLES[4], f"sample s4: expected its record in {path}, found 4 of other samples and a "
+                               rf"torn one \(expected a record of {width} bytes, found {width - 20} bytes of "
+                               r"one\);")
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_a_record_with_a_flipped_bit(cache: Path, number: int) -> None:
+    """In the middle it is damage; the last one cannot be told from one that was being written."""
+    path, width = index_path(cache), index_of(cache).width
+    content = bytearray(path.read_bytes())
+    content[number * width + 30] ^= 4
+    path.write_bytes(content)
+    checksums = "expected a record of checksum [0-9a-f]{16}, found [0-9a-f]{16}"
+    if number == 4:
+        refused(cache, SAMPLES[4], rf"found 4 of other samples and a torn one \({checksums}\);")
+    else:
+        with pytest.raises(UserError, match=f"^{path}: record {number} is damaged: {checksums}; "
+                                            + REMEDY.format(cache)):
+            ShardReader(cache)
+
+
+@pytest.mark.parametrize("section", ["tokens", "mask", "layer 1", "layer 2", "layer 3", "last"])
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_flipped_bit_in_a_section(either: Path, section: str, place: int) -> None:
+    path = change(either, "s2", section, flip(place))
+    refused(either, SAMPLES[2], f"^{path}, sample s2: section '{section}' is damaged: expected checksum "
+                                "[0-9a-f]{16}, found [0-9a-f]{16};")
+
+
+ROWS = {"a row of no numbers": b"\xff", "a row of zeros": b"\0"}
+
+
+@pytest.mark.parametrize("section", ["layer 1", "layer 3", "last"])
+@pytest.mark.parametrize("kind", ROWS)
+def test_a_row_that_holds_nothing(either: Path, section: str, kind: str) -> None:
+    """Written so, with checksums that fit: row 3 of the section."""
+    storage = Manifest.read(either).storage
+    rows = 57 if section != "last" else 49
+    if storage == "native":
+        start = 3 * WIDTH[storage]
+        edit = fill(start, start + WIDTH[storage], ROWS[kind])
+    elif kind == "a row of zeros":
+        edit = fill(2 * rows + 3 * 64, 2 * rows + 4 * 64, b"\0")
+    else:
+        edit = fill(6, 8, b"\xff")  # the scale of row 3
+    path = change(either, "s2", section, edit, sealed=True)
+    refused(either, SAMPLES[2], f"^{path}, sample s2: section '{section}' holds rows that are all zero or "
+                                f"not finite: expected none, found 1 of {rows};")
+
+
+def test_states_of_other_tokens(either: Path) -> None:
+    record = index_of(either).find("s1")
+    path = shard_path(either, record.shard)
+    tokens = list(SAMPLES[1].tokens)
+    for place, token in ((0, 255 - tokens[0]), (22, 300)):
+        changed = replace(SAMPLES[1], tokens=(*tokens[:place], token, *tokens[place + 1:]))
+        refused(either, changed, f"^{path} holds other tokens than sample s1: expected {token} at position "
+                                 f"{place}, found {tokens[place]};", verify="never")
+    longer = replace(SAMPLES[1], tokens=(*tokens, 5), loss_mask=(*SAMPLES[1].loss_mask, True))
+    refused(either, longer, f"^{path} holds other tokens than sample s1: expected 24 tokens, found 23;")
+
+
+def test_states_of_another_mask(cache: Path) -> None:
+    """With the same tokens: other rows of the last state were kept."""
+    changed = replace(SAMPLES[1], loss_mask=(True,) * 23)
+    refused(cache, changed, "holds other mask than sample s1: expected True at position 0, found False;")
+
+
+def test_tokens_that_a_faulty_writer_stored(cache: Path) -> None:
+    tokens = (*SAMPLES[1].tokens[:-1], 319)
+    change(cache, "s1", "tokens", fill(0, 92, token_bytes(tokens).tobytes()), sealed=True)
+    refused(cache, SAMPLES[1], f"holds other tokens than sample s1: expected {SAMPLES[1].tokens[-1]} at "
+                               "position 22, found 319;")
+
+
+def test_a_record_whose_length_does_not_fit(cache: Path) -> None:
+    index = index_of(cache)
+    records = [replace(each, tokens=each.tokens + 9) if number == 2 else each
+               for number, each in enumerate(index)]
+    index_path(cache).write_bytes(b"".join(map(index.pack, records)))
+    refused(cache, SAMPLES[2], r"the record of a sample with 66 tokens names \d+ bytes, expected \d+;")
+
+
+def test_wrong_layers_target_and_template(cache: Path, tiny_target: Target) -> None:
+    with pytest.raises(UserError, match=r"reads layers \[0, 2, 3\] but the hidden states hold layers \[1, 2, "
+                                        rf"3\] \({cache}/manifest.json\), so \[0\] are missing"):
+        ShardReader(cache, [0, 2, 3])
+    manifest = Manifest.read(cache)
+    manifest.require(cache, target=tiny_target.identity, template=tiny_target.template_hash)
+    other = replace(tiny_target, template={"enable_thinking": True})
+    with pytest.raises(UserError, match=f"^{cache}/manifest.json holds hidden states of another chat "
+                                        f"template: expected {other.template_hash}, found "
+                                        f"{tiny_target.template_hash}; "
+                                        + REMEDY.format(cache)):
+        manifest.require(cache, template=other.template_hash)
+    with pytest.raises(UserError, match=f"another target: expected 0123, found {tiny_target.identity}; "):
+        manifest.require(cache, target="0123")
+
+
+def test_an_unknown_way_to_verify(cache: Path) -> None:
+    with pytest.raises(UserError, match="verify=sometimes .*; expected one of first, always, never"):
+        ShardReader(cache, verify="sometimes")  # type: ignore[arg-type]

@@ -2,67 +2,111 @@
 
 from __future__ import annotations
 
-from functools import partial
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
-from hydra.utils import get_class
-from tiny import engine, random_samples, states_of, write_responses
+from stored_states import CONF, SAMPLES, SMALL_SHARD, contents, equal, extract, make
+from tiny import copied, random_samples, states_of
 
 from trainer.errors import GateFailed, UserError
-from trainer.hidden_states.base import Manifest
+from trainer.hidden_states.base import HiddenStateSource, Manifest
+from trainer.hidden_states.codec import Codec
 from trainer.hidden_states.extract import Probe
-from trainer.hidden_states.shards import shard_path
+from trainer.hidden_states.index import index_path
 from trainer.records import HiddenStates
 from trainer.target import Target
 
-CONF = Path(__file__).parents[2] / "conf/hidden_states"
 WAYS = sorted(path.stem for path in CONF.glob("*.yaml"))
-SAMPLES = random_samples((40, 23, 57, 31, 12))
+STORAGES = ["native", "float8_e4m3fn"]
 
 
-def make(name: str, target: Target, tap_layers: list[int], **changes: Any) -> Probe:
-    """The stage of conf/hidden_states/NAME.yaml on the tiny target."""
-    known = {"${target}": target, "${reference}": engine(), "${target.tap_layers}": tap_layers,
-             "${reference.dtype}": "float32", "${hardware.device}": "cpu"}
-
-    def build(value: Any) -> Any:
-        if isinstance(value, str) and value.startswith("${"):
-            return known[value]
-        if isinstance(value, dict):
-            value = {key: build(inner) for key, inner in value.items()}
-            if "_target_" in value:
-                kind, waits = get_class(value.pop("_target_")), value.pop("_partial_", False)
-                return partial(kind, **value) if waits else kind(**value)
-        return value
-
-    return build(yaml.safe_load((CONF / f"{name}.yaml").read_text()) | changes)
+def source_of(stage: Probe, folder: Path, layers: list[int]) -> HiddenStateSource:
+    return stage.source(folder=folder, layers=layers)
 
 
-def extract(stage: Probe, folder: Path) -> dict[str, Any]:
-    folder.mkdir(exist_ok=True)
-    return stage.run({"responses": write_responses(folder.parent / "responses", SAMPLES, heldout=2)}, folder)
+def expected_states(target: Target, stage: Probe, layers: list[int]) -> list[HiddenStates]:
+    """What the engine gives, through the storage of the stage."""
+    codec = Codec(stage.storage, torch.float32, tuple(layers), 64, stage.last_rows)
+    return [codec.roundtrip(state, sample.loss_mask)
+            for sample, state in zip(SAMPLES, states_of(target, SAMPLES, layers), strict=True)]
 
 
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("tap_layers", [[1, 2], [3, 0]])
+@pytest.mark.parametrize(("storage", "last_rows"), [(STORAGES[0], "supervised"), (STORAGES[0], "all"),
+                                                    (STORAGES[1], "supervised"), (STORAGES[1], "none")])
 def test_every_source_gives_the_target_s_states_bit_for_bit(name: str, tap_layers: list[int],
-                                                            tiny_target: Target,
-                                                            tmp_path: Path) -> None:
-    stage = make(name, tiny_target, tap_layers)
+                                                            tiny_target: Target, tmp_path: Path, storage: str,
+                                                            last_rows: str) -> None:
+    stage = make(name, tiny_target, tap_layers, storage=storage, last_rows=last_rows)
     record = extract(stage, tmp_path / "states")
-    assert all(gate["passed"] for gate in record["gates"].values()) and len(record["gates"]) == 4
+    assert all(gate["passed"] for gate in record["gates"].values())
+    assert len(record["gates"]) == 4 - (last_rows == "none")
     assert record["samples"] == 5 and record["tokens"] == sum(len(sample.tokens) for sample in SAMPLES)
-    source = stage.source(folder=tmp_path / "states")
-    expected = states_of(tiny_target, SAMPLES, sorted(tap_layers))
+    source = source_of(stage, tmp_path / "states", tap_layers)
+    expected = expected_states(tiny_target, stage, sorted(tap_layers))
     for number in (4, 0, 2, 3, 1, 4):
-        found = source.get(SAMPLES[number])
-        assert torch.equal(found.taps, expected[number].taps) and found.taps.dtype == torch.float32
-        assert torch.equal(found.last, expected[number].last)
+        assert equal(source.get(SAMPLES[number]), expected[number])
+    assert any(bool(state.last.any()) for state in expected) == (last_rows != "none")
     source.close()
+
+
+@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("storage", STORAGES)
+def test_some_of_the_layers_are_given_as_if_they_were_all(name: str, tiny_target: Target, tmp_path: Path,
+                                                          storage: str) -> None:
+    stage = make(name, tiny_target, [0, 1, 2, 3], storage=storage)
+    extract(stage, tmp_path / "states")
+    for layers in ([2], [0, 3], [1, 2, 3]):
+        source = source_of(stage, tmp_path / "states", layers)
+        for sample, expected in zip(SAMPLES, expected_states(tiny_target, stage, layers), strict=True):
+            assert equal(source.get(sample), expected)
+        source.close()
+    with pytest.raises(UserError, match=r"reads layers \[1, 5\] .* hold layers \[0, 1, 2, 3\] .*\[5\] are "
+                                        "mi"):
+        source_of(stage, tmp_path / "states", [5, 1])
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_threads_may_ask_one_source(name: str, tiny_target: Target, tmp_path: Path) -> None:
+    stage = make(name, tiny_target, [1, 2])
+    extract(stage, tmp_path / "states")
+    source = source_of(stage, tmp_path / "states", [1, 2])
+    expected = expected_states(tiny_target, stage, [1, 2])
+    wrong: list[str] = []
+
+    def ask(start: int) -> None:
+        for turn in range(25):
+            number = (start + turn) % len(SAMPLES)
+            if not equal(source.get(SAMPLES[number]), expected[number]):
+                wrong.append(SAMPLES[number].id)
+
+    threads = [threading.Thread(target=ask, args=(start,)) for start in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong and not any(thread.is_alive() for thread in threads)
+    source.close()
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_source_of_another_target_is_refused(name: str, tiny_target: Target, tmp_path: Path) -> None:
+    """Training compares the manifest as well, for sources that know no target."""
+    extract(make(name, tiny_target, [1, 2]), tmp_path / "states")
+    other = copied(tiny_target, tmp_path / "other",
+                   lambda tensors: [each.add_(1) for each in tensors.values()])
+    stage = make(name, other, [1, 2])
+    with pytest.raises(UserError, match=f"another target: expected {other.identity}, "
+                                        f"found {tiny_target.identity}; remove"):
+        extract(stage, tmp_path / "states")
+    if name != "offline":
+        with pytest.raises(UserError, match="of another target: expected"):
+            source_of(stage, tmp_path / "states", [1, 2])
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -71,10 +115,8 @@ def test_the_manifest_says_by_name_what_was_taken(name: str, tiny_target: Target
     manifest = Manifest.read(tmp_path / "states")
     assert manifest.tap_layers == [1, 2] and manifest.dtype == "float32"
     assert manifest.target == tiny_target.identity and manifest.template == tiny_target.template_hash
-    assert manifest.tokens == sum(len(sample.tokens) for sample in SAMPLES)
-    manifest.require((1, 2))
-    with pytest.raises(UserError, match=r"the drafter reads layers \[0, 2\] .* hold layers \[1, 2\]"):
-        manifest.require((0, 2))
+    assert (manifest.storage, manifest.last_rows, manifest.hidden_size) == ("native", "supervised", 64)
+    assert manifest.engine.startswith("transformers 5.")
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -107,20 +149,73 @@ def test_rows_that_the_engine_did_not_compute_stop_the_run(name: str, wrong: flo
                        match="1 rows of hidden states are all zero|gate bad_rows failed: 1") as caught:
         extract(stage, tmp_path / "states")
     assert isinstance(caught.value, GateFailed) == (name == "online")
-    assert not list((tmp_path / "states").glob("shard-*.safetensors")), "nothing bad is kept"
+    assert not list((tmp_path / "states").glob("shard-*")), "nothing bad is kept"
 
 
-def test_an_extraction_goes_on_with_the_missing_shards(tiny_target: Target, tmp_path: Path) -> None:
-    stage = make("offline", tiny_target, [1, 2], shard_tokens=60)
-    record = extract(stage, tmp_path / "states")
-    before = {path.name: path.read_bytes() for path in (tmp_path / "states").iterdir()}
-    assert sum(name.startswith("shard-") for name in before) == 4
-    shard_path(tmp_path / "states", 1).unlink()
-    (tmp_path / "states" / "shard-00001.partial").write_bytes(b"torn")
-    (tmp_path / "states" / "manifest.json").unlink()
-    asked = []
+@pytest.mark.parametrize("name", WAYS)
+def test_states_of_too_few_tokens_stop_the_run(name: str, tiny_target: Target, tmp_path: Path,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a server gives them that takes the beginning of a prompt from a cache."""
+    stage = make(name, tiny_target, [1, 2])
     real = stage.engine.hidden_states
-    stage.engine.hidden_states = lambda rows, layers: asked.extend(rows) or real(rows, layers)
+    monkeypatch.setattr(stage.engine, "hidden_states", lambda rows, layers: (
+        HiddenStates(state.taps[4:], state.last[4:]) for state in real(rows, layers)))
+    with pytest.raises(UserError, match=r"returned taps \[36, 128\] .* sample s0, expected \[40, 128\]"):
+        extract(stage, tmp_path / "states")
+
+
+def test_an_extraction_goes_on_behind_the_last_commit(tiny_target: Target, tmp_path: Path) -> None:
+    stage = make("offline", tiny_target, [1, 2],
+                 runtime={"shard_gib": SMALL_SHARD, "commit_tokens": 1})
+    record = extract(stage, tmp_path / "states")
+    before = contents(tmp_path / "states")
+    assert sum(name.startswith("shard-") for name in before) == 4
+    width = len(before["index.bin"]) // 5
+    index_path(tmp_path / "states").write_bytes(before["index.bin"][:3 * width + 7])
+    asked = watch(stage)
     assert extract(stage, tmp_path / "states") == record
-    assert {path.name: path.read_bytes() for path in (tmp_path / "states").iterdir()} == before
-    assert asked == [SAMPLES[1].tokens], "only the missing shard is asked for"
+    assert contents(tmp_path / "states") == before
+    assert asked == [sample.tokens for sample in SAMPLES[3:]], "only what was not committed is asked for"
+    asked.clear()
+    assert extract(stage, tmp_path / "states") == record and not asked
+
+
+def watch(stage: Probe) -> list[Any]:
+    """The rows that the stage asks its engine for from now on."""
+    asked: list[Any] = []
+    real: Callable[..., Any] = stage.engine.hidden_states
+    stage.engine.hidden_states = lambda rows, layers: asked.extend(rows) or real(rows, layers)
+    return asked
+
+
+def test_samples_may_be_stored_in_any_order(tiny_target: Target, tmp_path: Path) -> None:
+    """Samples that came first before, or not at all: what is stored stays, the rest is added."""
+    stage = make("offline", tiny_target, [1, 2], runtime={"commit_tokens": 30})
+    extract(stage, tmp_path / "states", SAMPLES[::-1][:3])
+    asked = watch(stage)
+    extract(stage, tmp_path / "states", [SAMPLES[1], SAMPLES[4], SAMPLES[0], SAMPLES[2], SAMPLES[3]])
+    assert sorted(asked) == sorted(sample.tokens for sample in SAMPLES[:2])
+    source = source_of(stage, tmp_path / "states", [1, 2])
+    for sample, expected in zip(SAMPLES, expected_states(tiny_target, stage, [1, 2]), strict=True):
+        assert equal(source.get(sample), expected)
+
+
+def test_a_folder_of_other_settings_is_not_added_to(tiny_target: Target, tmp_path: Path) -> None:
+    extract(make("offline", tiny_target, [1, 2]), tmp_path / "states")
+    for changes, said in (({"storage": "float8_e4m3fn"}, "another storage: expected float8_e4m3fn, found "
+                                                         "native"),
+                          ({"last_rows": "all"}, "rows of the last state: expected all, found supervised"),
+                          ({"dtype": "bfloat16"}, "another dtype: expected bfloat16, found float32")):
+        with pytest.raises(UserError, match=f"{Manifest.path(tmp_path / 'states')} .*{said}; remove"):
+            extract(make("offline", tiny_target, [1, 2], **changes), tmp_path / "states")
+    with pytest.raises(UserError, match=r"choice of layers: expected \[0, 1\], found \[1, 2\]"):
+        extract(make("offline", tiny_target, [0, 1]), tmp_path / "states")
+
+
+def test_what_will_be_written_is_said_before(tiny_target: Target, tmp_path: Path,
+                                             capsys: pytest.CaptureFixture[str]) -> None:
+    record = extract(make("offline", tiny_target, [1, 2]), tmp_path / "states", random_samples((300,) * 9))
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "to extract" in line]
+    said = float(line.split()[5]) * 2 ** 30
+    assert line.startswith("hidden_states: 9 samples to extract, ") and "are free in" in line
+    assert abs(said - record["bytes"]) < 0.02 * record["bytes"]

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 import yaml
 from hydra.utils import get_class
 from safetensors.torch import load_file
-from tiny import copied, finished_inputs, make_dflash, random_samples, write_responses
+from tiny import OFFLINE, copied, finished_inputs, make_dflash, random_samples, write_responses
 
 from trainer.errors import UserError
 from trainer.hidden_states.offline import Offline
@@ -43,7 +43,7 @@ def stage(target: Target, optimizer: str = "adamw", **changes: Any) -> Train:
                "wandb_project": None}
     kind = get_class(yaml.safe_load((CONF / f"optimizer/{optimizer}.yaml").read_text())["_target_"])
     known = partial(kind, **node("optimizer", optimizer, lr=3e-3))
-    settings = {"target": target, "drafter": make_dflash(anchors=16, layers=1), "source": Offline,
+    settings = {"target": target, "drafter": make_dflash(anchors=16, layers=1), "source": OFFLINE,
                 "optimizer": known, "steps": 13, "tokens": 120,
                 "accumulate": 2, "precision": "float32", "compile": False, "heldout_every": 5, "seed": 1,
                 "runtime": runtime}
@@ -83,6 +83,9 @@ class Stopped(Offline):
     """Stops like a key press when states were asked for a given number of times."""
 
     left = 0
+
+    def __init__(self, folder: Path, layers: Sequence[int]) -> None:
+        super().__init__(folder, layers, {"verify": "first"})
 
     def get(self, sample: Sample) -> Any:
         Stopped.left -= 1
@@ -181,7 +184,7 @@ def test_training_learns_and_measures_held_out_samples(target: Target, inputs: d
 
 
 def test_rows_are_a_function_of_their_number(target: Target, inputs: dict[str, Path]) -> None:
-    source = Offline(inputs["hidden_states"])
+    source = OFFLINE(inputs["hidden_states"], [1, 2])
     one, two = (Rows(SAMPLES, source, 120, 5, "cpu") for _ in range(2))
     late = [two.row(number) for number in (9, 2, 0)]
     for number, other in zip((9, 2, 0), late, strict=True):

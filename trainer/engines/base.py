@@ -33,6 +33,11 @@ class TargetEngine(ABC):
     """A context manager: what `__enter__` loads or starts, `__exit__` frees or stops."""
 
     @property
+    def origin(self) -> str:
+        """Name and version of what computes, as manifests keep it; known before anything is loaded."""
+        return type(self).__name__
+
+    @property
     @abstractmethod
     def group(self) -> int:
         """How many requests are handed over at once. A group is answered as one unit: what is in it decides

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -39,6 +41,11 @@ class TransformersEngine(TargetEngine):
         self.folder: Path | None = None
         self.end_ids: tuple[int, ...] = ()
         self.model: Any = None
+        self._capturing = threading.Lock()  # the hook that takes the last state sees every pass of the model
+
+    @property
+    def origin(self) -> str:
+        return f"transformers {metadata.version('transformers')}"
 
     @property
     def group(self) -> int:
@@ -152,7 +159,8 @@ class TransformersEngine(TargetEngine):
         ids = torch.zeros(len(rows), width, dtype=torch.long)
         for number, row in enumerate(rows):
             ids[number, :len(row)] = torch.tensor(row)
-        taps, last = capture(self.model, ids.to(self.device), tap_layers, use_cache=False)
+        with self._capturing:
+            taps, last = capture(self.model, ids.to(self.device), tap_layers, use_cache=False)
         for number, row in enumerate(rows):
             yield HiddenStates(taps[number, :len(row)].cpu(), last[number, :len(row)].cpu())
 

@@ -83,7 +83,8 @@ class Export(Stage):
     def _gates(self, drafter: Drafter, inputs: dict[str, Path], out: Path, dtype: torch.dtype) -> list[Gate]:
         rounded = drafter.rounded(dtype)
         head = load_target_head(self.target.folder, self.target.config)
-        source: HiddenStateSource = self.source(folder=inputs["hidden_states"])
+        source: HiddenStateSource = self.source(folder=inputs["hidden_states"],
+                                                layers=drafter.tap_layers)
         samples = read_samples(inputs["responses"], "train")
         gates = []
         try:

@@ -1,10 +1,11 @@
-"""Stages named `hidden_states`: `Extract` writes shards for every sample, `Probe` only passes the gates.
+"""Stages named `hidden_states`: `Extract` stores every sample's states, `Probe` only passes the gates.
 
-Both end with the manifest and the parity gates, so that no training starts on states that are not the
-target's. """
+Both begin with the manifest and end with the parity gates, so that no training starts on states that are not
+the target's. """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,12 @@ from trainer.data.responses import read_samples
 from trainer.engines.base import TargetEngine
 from trainer.errors import UserError
 from trainer.gates import Gate, require
-from trainer.hidden_states import shards
-from trainer.hidden_states.base import Manifest
+from trainer.hidden_states.base import LastRows, Manifest, Storage
+from trainer.hidden_states.codec import Codec, bad_rows
 from trainer.hidden_states.parity import parity_gates
+from trainer.hidden_states.reader import ShardReader
+from trainer.hidden_states.shards import GIB
+from trainer.hidden_states.writer import ShardWriter
 from trainer.pipeline import Stage
 from trainer.progress import Progress
 from trainer.records import HiddenStates, Sample
@@ -27,91 +31,107 @@ from trainer.target import Target
 
 @dataclass(frozen=True)
 class Probe(Stage):
-    """For online training: no shards, the gates on `probe_rows` samples asked from the engine."""
+    """For online training: nothing is stored, the gates on `probe_rows` samples asked from the engine.
+    `storage` and `last_rows` as in `codec`: training gets the states as if they had been stored so."""
 
     target: Target
     engine: TargetEngine
     tap_layers: list[int]
     dtype: str
+    storage: Storage
+    last_rows: LastRows
     probe_rows: int
     source: Any  # what training builds on this stage's folder; declared here because the two belong together
     runtime: dict[str, Any]
 
     after: ClassVar[tuple[str, ...]] = ("responses",)
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
 
     def external(self) -> dict[str, Any]:
         return {"target": self.target.identity}
 
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
-        samples = _samples(inputs["responses"])
-        layers = _checked_layers(self.tap_layers, self.target)
+        samples, manifest = _samples(inputs["responses"]), self._manifest()
+        manifest.write(out)
+        codec = Codec.of(manifest)
         with self.engine.load(self.target.folder, self.target.end_ids) as engine:
-            gates = self._gates(samples, lambda sample: next(engine.hidden_states([sample.tokens], layers)),
-                                layers)
+            def get(sample: Sample) -> HiddenStates:
+                states = next(iter(engine.hidden_states([sample.tokens], codec.layers)))
+                codec.check(sample, states)
+                return codec.roundtrip(states, sample.loss_mask)
+
+            gates = self._gates(samples, get, codec)
         tokens = sum(len(sample.tokens) for sample in samples)
-        Manifest(self.target.identity, self.target.template_hash, layers, self.dtype, tokens, {},
-                 []).write(out)
         return {"gates": gates, "samples": len(samples), "tokens": tokens, "bytes": 0}
 
+    def _manifest(self) -> Manifest:
+        layers, count = sorted(set(self.tap_layers)), self.target.config["num_hidden_layers"]
+        if not layers or layers[0] < 0 or layers[-1] > count:
+            raise UserError(f"hidden_states.tap_layers {list(self.tap_layers)} must lie between 0 "
+                            f"(embeddings) and {count} (after the last layer of {self.target.name})")
+        return Manifest(self.target.identity, self.target.template_hash, layers,
+                        self.target.config["hidden_size"], self.dtype, self.storage, self.last_rows,
+                        self.engine.origin)
+
     def _gates(self, samples: list[Sample], get: Callable[[Sample], HiddenStates],
-               layers: list[int]) -> dict[str, Any]:
-        probe = samples[::max(1, len(samples) // self.probe_rows)][:self.probe_rows]
+               codec: Codec) -> dict[str, Any]:
+        asked = [sample for sample in samples if sample.supervised] or samples
+        probe = asked[::max(1, len(asked) // self.probe_rows)][:self.probe_rows]
         found = {sample.id: get(sample) for sample in probe}
-        bad = sum(map(shards.bad_rows, found.values()))
+        bad = sum(bad_rows(found[sample.id], codec.kept(sample.loss_mask)) for sample in probe)
         rows = Gate("bad_rows", bad, 0, "<=", "some states are all zero or not finite: the engine returned "
                     "states of tokens that it did not compute")
-        return require([rows, *parity_gates(self.target, probe, lambda sample: found[sample.id], layers,
+        return require([rows, *parity_gates(self.target, probe, lambda sample: found[sample.id], codec,
                                             getattr(torch, self.dtype), self.runtime["device"])])
 
 
 @dataclass(frozen=True)
 class Extract(Probe):
-    """For offline training: every sample's states in shards of about `shard_tokens` tokens."""
-
-    shard_tokens: int
+    """For offline training: every sample's states are stored, in shards of up to `runtime.shard_gib`. What
+    was appended is committed every `runtime.commit_tokens` tokens; a killed run goes on behind the last
+    commit."""
 
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
-        samples = _samples(inputs["responses"])
-        layers = _checked_layers(self.tap_layers, self.target)
-        planned = shards.plan(samples, self.shard_tokens)
-        self._write_missing(planned, layers, out)
-        where, described = shards.describe_shards(out, planned)
+        samples, manifest = _samples(inputs["responses"]), self._manifest()
+        with ShardWriter(out, manifest, int(self.runtime["shard_gib"] * GIB)) as writer:
+            self._append_missing(samples, writer)
+        reader = ShardReader(out)
+        try:
+            gates = self._gates(samples, reader.get, reader.codec)
+        finally:
+            reader.close()
         tokens = sum(len(sample.tokens) for sample in samples)
-        Manifest(self.target.identity, self.target.template_hash, layers, self.dtype, tokens, where,
-                 described).write(out)
-        gates = self._gates(samples, shards.ShardReader(out).get, layers)
-        size = sum(path.stat().st_size for path in out.glob("shard-*"))
+        size = sum(path.stat().st_size for path in (*out.glob("shard-*.bin"), reader.index.path))
         return {"gates": gates, "samples": len(samples), "tokens": tokens, "bytes": size,
                 "bytes_per_token": round(size / tokens)}
 
-    def _write_missing(self, planned: list[list[Sample]], layers: list[int], out: Path) -> None:
-        missing = [number for number in range(len(planned)) if not shards.shard_path(out, number).exists()]
-        total, done = (sum(len(sample.tokens) for number in numbers for sample in planned[number])
-                       for numbers in (range(len(planned)), set(range(len(planned))) - set(missing)))
+    def _append_missing(self, samples: list[Sample], writer: ShardWriter) -> None:
+        missing = [sample for sample in samples if not writer.has(sample.id)]
         if not missing:
             return
+        total, left = (sum(len(sample.tokens) for sample in some) for some in (samples, missing))
+        _announce(missing, writer)
+        waiting = 0
         with self.engine.load(self.target.folder, self.target.end_ids) as engine, \
-                Progress("hidden_states", total=total, unit="tokens", start=done) as bar:
-            for number in missing:
-                states = []
-                for sample in planned[number]:
-                    states.append(next(engine.hidden_states([sample.tokens], layers)))
-                    bar.advance(len(sample.tokens), shard=f"{number + 1}/{len(planned)}")
-                if bad := sum(map(shards.bad_rows, states)):
-                    raise UserError(f"{bad} rows of hidden states are all zero or not finite (samples "
-                                    f"{planned[number][0].id} to {planned[number][-1].id}); the engine does "
-                                    "not compute what it returns: try reference.dtype=float32")
-                shards.write_shard(out, number, planned[number], states)
+                Progress("hidden_states", total=total, unit="tokens", start=total - left) as bar:
+            states = engine.hidden_states([sample.tokens for sample in missing], writer.codec.layers)
+            for sample, state in zip(missing, states, strict=True):
+                writer.append(sample, state)
+                waiting += len(sample.tokens)
+                if waiting >= self.runtime["commit_tokens"]:
+                    writer.commit()
+                    waiting = 0
+                bar.advance(len(sample.tokens))
+
+
+def _announce(missing: list[Sample], writer: ShardWriter) -> None:
+    """One line that says what will be written, before it is computed."""
+    size, free = sum(map(writer.size, missing)), shutil.disk_usage(writer.folder).free
+    doubt = "" if size < free else (": too little, think of hidden_states.storage=float8_e4m3fn or "
+                                    "hidden_states=online")
+    print(f"hidden_states: {len(missing)} samples to extract, {size / GIB:.3g} GiB; {free / GIB:.3g} GiB "
+          f"are free in {writer.folder}{doubt}", flush=True)
 
 
 def _samples(responses: Path) -> list[Sample]:
     return read_samples(responses, "train") + read_samples(responses, "heldout")
-
-
-def _checked_layers(tap_layers: list[int], target: Target) -> list[int]:
-    layers, count = sorted(set(tap_layers)), target.config["num_hidden_layers"]
-    if not layers or layers[0] < 0 or layers[-1] > count:
-        raise UserError(f"hidden_states.tap_layers {list(tap_layers)} must lie between 0 (embeddings) and "
-                        f"{count} (after the last layer of {target.name})")
-    return layers

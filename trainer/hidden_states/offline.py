@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from trainer.hidden_states.base import HiddenStateSource
-from trainer.hidden_states.shards import ShardReader
+from trainer.hidden_states.reader import ShardReader
 from trainer.records import HiddenStates, Sample
 
 
 class Offline(HiddenStateSource):
-    def __init__(self, folder: Path) -> None:
-        self.reader = ShardReader(folder)
+    """The states after `layers`, from a folder that holds these and maybe more; the others are not read.
+    `runtime.verify` says when checksums are compared: first, always, never."""
+
+    def __init__(self, folder: Path, layers: Sequence[int], runtime: dict[str, Any]) -> None:
+        self.reader = ShardReader(folder, layers, runtime["verify"])
 
     def get(self, sample: Sample) -> HiddenStates:
         return self.reader.get(sample)

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from trainer.engines.base import TargetEngine
 from trainer.hidden_states.base import HiddenStateSource, Manifest
+from trainer.hidden_states.codec import Codec
 from trainer.records import HiddenStates, Sample
 from trainer.target import Target
 
 
 class Online(HiddenStateSource):
-    """`folder` is the finished `hidden_states` stage, whose manifest says which layers were probed."""
+    """`folder` is the finished `hidden_states` stage, whose manifest says which layers were probed, and
+    through which storage states go although they are not stored."""
 
-    def __init__(self, folder: Path, target: Target, engine: TargetEngine) -> None:
-        self.layers = Manifest.read(folder).tap_layers
+    def __init__(self, folder: Path, layers: Sequence[int], target: Target, engine: TargetEngine) -> None:
+        manifest = Manifest.read(folder)
+        manifest.require(folder, layers=layers, target=target.identity, template=target.template_hash)
+        self.codec = Codec.of(manifest, layers)
         self.stack = ExitStack()
         self.engine = self.stack.enter_context(engine.load(target.folder, target.end_ids))
 
     def get(self, sample: Sample) -> HiddenStates:
-        return next(self.engine.hidden_states([sample.tokens], self.layers))
+        states = next(iter(self.engine.hidden_states([sample.tokens], self.codec.layers)))
+        self.codec.check(sample, states)
+        return self.codec.roundtrip(states, sample.loss_mask)
 
     def close(self) -> None:
         self.stack.close()

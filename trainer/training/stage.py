@@ -64,8 +64,10 @@ class Train(Stage):
         heldout = _trainable(read_samples(inputs["responses"], "heldout"), required=False)
         counts = count_tokens(samples, self.target.config["vocab_size"])
         drafter = build_drafter(self.drafter, self.target, counts).to(self.runtime["device"])
-        Manifest.read(inputs["hidden_states"]).require(drafter.tap_layers)
-        source = self.source(folder=inputs["hidden_states"])
+        states = inputs["hidden_states"]
+        Manifest.read(states).require(states, layers=drafter.tap_layers, last=drafter.needs_last,
+                                      target=self.target.identity, template=self.target.template_hash)
+        source = self.source(folder=states, layers=drafter.tap_layers)
         try:
             record = self._train(drafter, samples, heldout, source, out)
         finally:

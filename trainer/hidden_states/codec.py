@@ -1,0 +1,194 @@
+"""How the hidden states of a sample become bytes, and come back.
+
+A stored sample is a row of sections: `id` (utf-8), `tokens` (int32), `mask` (one bit a token, the first in
+the lowest bit), one section for each layer, and `last`. A section of rows is [rows, hidden] in the states'
+own dtype (`native`), or one bf16 scale for each row followed by the rows in e4m3 (`float8_e4m3fn`).
+
+The scale of a row is its largest magnitude / 448, rounded up to bf16, so that nothing overflows. An element
+is then off by at most 1/16 of itself, or by scale / 1024 where it is that small; together with the final
+rounding to bf16 a row is off by at most `ROW_ERROR` of its norm, and by about 2.6 % for ordinary rows.
+
+Of `last`, a loss reads row i only where token i + 1 is supervised. `last_rows` says which rows are kept; the
+others come back as zeros. A source that does not store passes its states through `roundtrip`, and so gives
+the same bits as one that does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.errors import UserError
+from trainer.hidden_states.base import LastRows, Manifest, Storage
+from trainer.records import HiddenStates, Sample
+
+HEAD = ("id", "tokens", "mask")  # the sections before the layers
+ALIGNMENT = 64  # bytes; a section starts at a multiple, counted from the start of the sample
+LARGEST = 448.0  # of e4m3
+SMALLEST_SCALE = 2.0 ** -126  # the smallest normal number; a row of zeros has this scale
+ROW_ERROR = 0.0665  # 1/16 for e4m3, 1/256 for bf16, and a little for elements near zero
+SCALE_BYTES = 2
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+# per dtype: the bits of a magnitude, and those of the smallest that is infinite or no number
+MAGNITUDES = {torch.float32: (0x7FFFFFFF, 0x7F800000), torch.bfloat16: (0x7FFF, 0x7F80),
+              torch.float16: (0x7FFF, 0x7C00), torch.float8_e4m3fn: (0x7F, 0x7F)}
+
+
+@dataclass(frozen=True)
+class Codec:
+    """`layers` are those of the stored sample, ascending; `dtype` is what a reader gets."""
+
+    storage: Storage
+    dtype: torch.dtype
+    layers: tuple[int, ...]
+    hidden: int
+    last_rows: LastRows
+
+    @classmethod
+    def of(cls, manifest: Manifest, layers: Sequence[int] | None = None) -> Self:
+        """For the manifest's layers, or for some of them."""
+        taken = manifest.tap_layers if layers is None else sorted(set(layers))
+        return cls(manifest.storage, getattr(torch, manifest.dtype), tuple(taken), manifest.hidden_size,
+                   manifest.last_rows)
+
+    @property
+    def sections(self) -> tuple[str, ...]:
+        return (*HEAD, *(f"layer {layer}" for layer in self.layers), "last")
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of one layer on the disk, its scale included."""
+        return self.hidden * self.dtype.itemsize if self.storage == "native" else self.hidden + SCALE_BYTES
+
+    def kept(self, mask: Sequence[bool]) -> Tensor:
+        """Which rows of `last` are kept, [tokens] bool."""
+        if self.last_rows != "supervised":
+            return torch.full((len(mask),), self.last_rows == "all")
+        return torch.tensor([*mask[1:], False], dtype=torch.bool)[:len(mask)]
+
+    def check(self, sample: Sample, states: HiddenStates) -> None:
+        """Raises unless `states` have the sample's tokens, these layers, and this dtype."""
+        rows, found = len(sample.tokens), (states.taps, states.last)
+        for name, tensor, width in zip(("taps", "last"), found, (len(self.layers), 1), strict=True):
+            shape = (rows, width * self.hidden)
+            if tuple(tensor.shape) != shape or tensor.dtype != self.dtype:
+                raise UserError(f"the engine returned {name} {list(tensor.shape)} in {tensor.dtype} for "
+                                f"sample {sample.id}, expected {list(shape)} in {self.dtype}: {rows} tokens, "
+                                f"layers {list(self.layers)}, hidden size {self.hidden}; give the engine the "
+                                "dtype of hidden_states.dtype, and no cache of prefixes")
+
+    def places(self, id_bytes: int, tokens: int, last: int) -> list[tuple[int, int]]:
+        """Start and end of every section, counted from the start of the sample; the last end is its length.
+        An empty section takes no room."""
+        sizes = [id_bytes, 4 * tokens, (tokens + 7) // 8, *[tokens * self.row_bytes] * len(self.layers),
+                 last * self.row_bytes]
+        starts = accumulate(sizes, lambda start, size: _aligned(start + size), initial=0)
+        places: list[tuple[int, int]] = []
+        for start, size in zip(starts, sizes, strict=False):
+            begin = start if size else places[-1][1] if places else 0
+            places.append((begin, begin + size))
+        return places
+
+    def encode(self, sample: Sample, states: HiddenStates) -> list[np.ndarray]:
+        """The sections of a sample as arrays of bytes. `states` must be of these layers and this dtype."""
+        taps = states.taps.unflatten(-1, (len(self.layers), self.hidden)).unbind(-2)
+        rows = [*taps, states.last[self.kept(sample.loss_mask)]]
+        return [np.array(bytearray(sample.id.encode()), dtype=np.uint8), token_bytes(sample.tokens),
+                mask_bytes(sample.loss_mask), *(self._pack(each).numpy() for each in rows)]
+
+    def _pack(self, rows: Tensor) -> Tensor:
+        """rows [n, hidden] -> [bytes] uint8."""
+        if self.storage == "native":
+            return rows.contiguous().view(torch.uint8).flatten()
+        scales, codes = quantize(rows)
+        return torch.cat([scales.view(torch.uint8), codes.view(torch.uint8).flatten()])
+
+    def decode(self, raw: Tensor, out: Tensor) -> None:
+        """raw [bytes] uint8 -> out [n, hidden], which may be strided; for `native` this is the only copy."""
+        if not len(out):
+            return  # an empty section is not aligned
+        if self.storage == "native":
+            out.copy_(raw.view(self.dtype).view(out.shape))
+        else:
+            scales, codes = self._parts(raw, len(out))
+            dequantize(scales, codes, out)
+
+    def unsound(self, raw: Tensor, rows: int) -> int:
+        """How many of the stored rows are all zero, or hold what is no number or infinite."""
+        if not rows:
+            return 0
+        if self.storage == "native":
+            return int((~sound(raw.view(self.dtype).view(rows, self.hidden))).sum())
+        scales, codes = self._parts(raw, rows)
+        fine = sound(codes) & sound(scales[:, None]) & (scales > 0)
+        return int((~fine).sum())
+
+    def _parts(self, raw: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        split = rows * SCALE_BYTES
+        return raw[:split].view(torch.bfloat16), raw[split:].view(torch.float8_e4m3fn).view(rows, self.hidden)
+
+    def roundtrip(self, states: HiddenStates, mask: Sequence[bool]) -> HiddenStates:
+        """What a reader would give for these states, had they been stored."""
+        kept = self.kept(mask).to(states.last.device)
+        last = states.last
+        if self.last_rows != "all" or self.storage != "native":
+            last = torch.zeros_like(last)
+            last[kept] = self._through(states.last[kept])
+        if self.storage == "native":
+            return HiddenStates(states.taps, last)
+        rows = states.taps.reshape(-1, self.hidden)
+        return HiddenStates(self._through(rows).view(states.taps.shape), last)
+
+    def _through(self, rows: Tensor) -> Tensor:
+        return rows if self.storage == "native" else dequantize(*quantize(rows), torch.empty_like(rows))
+
+
+def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """rows [n, hidden] in any float dtype -> scales [n] bf16, codes [n, hidden] e4m3."""
+    wide = rows.float()
+    scales = _rounded_up((wide.abs().amax(-1) / LARGEST).clamp(min=SMALLEST_SCALE))
+    return scales, (wide / scales.float()[:, None]).to(torch.float8_e4m3fn)
+
+
+def dequantize(scales: Tensor, codes: Tensor, out: Tensor) -> Tensor:
+    """Fills out [n, hidden] with codes * scales, and returns it. A product has at most 12 significant bits,
+    so that it is exact in float32 and rounded once in bf16."""
+    if out.dtype == torch.float16:  # which has no room for small scales
+        return out.copy_(codes.float() * scales.float()[:, None])
+    return torch.mul(codes.to(out.dtype), scales.to(out.dtype)[:, None], out=out)
+
+
+def sound(rows: Tensor) -> Tensor:
+    """Which rows of [..., hidden] are finite and not all zero, [...] bool; looks at the bits alone."""
+    magnitude, beyond = MAGNITUDES[rows.dtype]
+    largest = (rows.view(INTEGERS[rows.dtype.itemsize]) & magnitude).amax(-1)
+    return (largest > 0) & (largest < beyond)
+
+
+def bad_rows(states: HiddenStates, kept: Tensor) -> int:
+    """Tokens of which any layer, or a `kept` row of the last state, is all zero, not a number or infinite."""
+    good = sound(states.taps.unflatten(-1, (-1, states.last.shape[-1]))).all(-1)
+    return int((~(good & (sound(states.last) | ~kept))).sum())
+
+
+def token_bytes(tokens: Sequence[int]) -> np.ndarray:
+    return np.array(tokens, dtype="<i4").view(np.uint8)
+
+
+def mask_bytes(mask: Sequence[bool]) -> np.ndarray:
+    return np.packbits(np.array(mask, dtype=bool), bitorder="little")
+
+
+def _rounded_up(values: Tensor) -> Tensor:
+    """Non-negative float32 -> the nearest bf16 that is not smaller."""
+    return ((values.view(torch.int32) + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def _aligned(position: int) -> int:
+    return -(-position // ALIGNMENT) * ALIGNMENT

@@ -32,7 +32,7 @@ PROJECT = Path(__file__).resolve().parents[1]
 SMOKE = ["recipe=smoke", "hardware.compile=false"]
 ALONE = [*SMOKE, "evaluate.server=null"]
 # many small parts, so that a stage is stopped in its middle and not after it
-SLOW = [*ALONE, "prompts.limit=120", "reference.batch=8", "hidden_states.shard_tokens=500",
+SLOW = [*ALONE, "prompts.limit=120", "target_engine.batch=8", "hidden_states.shard_tokens=500",
         "train.tokens=640", "train.steps=60", "train.runtime.checkpoint_every=4"]
 PARTS = {"responses": "responses.jsonl", "hidden_states": "shard-*.safetensors",
          "train": "checkpoints/step_??????"}

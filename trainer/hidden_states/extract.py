@@ -101,7 +101,7 @@ class Extract(Probe):
                 if bad := sum(map(shards.bad_rows, states)):
                     raise UserError(f"{bad} rows of hidden states are all zero or not finite (samples "
                                     f"{planned[number][0].id} to {planned[number][-1].id}); the engine does "
-                                    "not compute what it returns: try reference.dtype=float32")
+                                    "not compute what it returns: try target_engine.dtype=float32")
                 shards.write_shard(out, number, planned[number], states)
 
 

@@ -20,7 +20,7 @@ from vllm_support import vllm_python
 from trainer.engines import vllm_process
 
 # many small parts, so that a stage is stopped in its middle and not after it
-SLOW = [*ALONE, "prompts.limit=120", "reference.batch=8", *COMMITS, "train.tokens=640", "train.steps=60",
+SLOW = [*ALONE, "prompts.limit=120", "target_engine.batch=8", *COMMITS, "train.tokens=640", "train.steps=60",
         "train.runtime.checkpoint_every=4"]
 
 

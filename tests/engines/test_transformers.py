@@ -1,4 +1,4 @@
-"""The reference engine against plain transformers: greedy text, sampling, hidden states, and sessions."""
+"""The engine in this process against plain transformers: greedy text, sampling, hidden states, sessions."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_an_answer_ends_where_the_engine_s_length_does(tiny_target: Target) -> N
     [(tokens, reason)] = generate(tiny_target, PROMPTS[1:2], KEYS[:1], GREEDY, max_length=33)
     [(whole, _)] = generate(tiny_target, PROMPTS[1:2], KEYS[:1], GREEDY)
     assert tokens == whole[:3] and reason == "length"
-    with pytest.raises(UserError, match="a row has 30 tokens but engine.max_length is 30"):
+    with pytest.raises(UserError, match="a row has 30 tokens but target_engine.max_length is 30"):
         generate(tiny_target, PROMPTS, KEYS, GREEDY, max_length=30)
 
 

@@ -71,12 +71,12 @@ class Regenerate(Stage):
             if length >= self.engine.max_length:
                 if self.too_long == "error":
                     raise UserError(f"prompt {prompt.id} has {length} tokens, which leaves no room for an "
-                                    f"answer within engine.max_length={self.engine.max_length}; raise it, or "
-                                    "leave such prompts out with responses.too_long=drop")
+                                    f"answer within target_engine.max_length={self.engine.max_length}; raise "
+                                    "it, or leave such prompts out with responses.too_long=drop")
                 dropped.add(prompt.id)
         if len(dropped) == len(prompts):
             raise UserError(f"all {len(prompts)} prompts are longer than "
-                            f"engine.max_length={self.engine.max_length}; raise it")
+                            f"target_engine.max_length={self.engine.max_length}; raise it")
         return dropped
 
     def _groups(self, chat: Chat, prompts: list[tuple[Prompt, str]], turn: int, done: dict[str, Row],

@@ -1,4 +1,4 @@
-"""The reference engine: the target in this process through transformers, slow and exact.
+"""The engine in this process: the target through transformers, slow and exact.
 
 A group of prompts is decoded together, left-padded, until its last answer ends; finished rows leave the
 batch, so the cost follows the answers. The same group always gives the same bits, which is why a killed run
@@ -131,8 +131,8 @@ class TransformersEngine(TargetEngine):
     def _check_lengths(self, rows: Sequence[Sequence[int]]) -> None:
         longest = max(map(len, rows))
         if longest >= self.max_length:
-            raise UserError(f"a row has {longest} tokens but engine.max_length is {self.max_length}; raise "
-                            "it or leave the row out")
+            raise UserError(f"a row has {longest} tokens but target_engine.max_length is {self.max_length}; "
+                            "raise it or leave the row out")
 
     @torch.inference_mode()
     def hidden_states(self, rows: Sequence[Sequence[int]],

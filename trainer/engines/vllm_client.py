@@ -1,7 +1,7 @@
 """What is said to a running vLLM server over HTTP: who it is, completions of token ids, counters.
 
-Only a broken connection to a living server is tried again; every refusal and every loss is a `UserError` at
-once. Requests that were already answered are with the caller by then, through `progress`.
+Only a broken connection to a living server is tried again; every refusal is a `UserError` at once, and every
+loss a `ServerLost`. Requests that were already answered are with the caller by then, through `progress`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -27,6 +27,18 @@ COUNTER = re.compile(r"^vllm:spec_decode_num_(drafts|draft_tokens|accepted_token
                      r"_total\{(.*)\} (\S+)$", re.MULTILINE)
 
 Progress = Callable[[int, Completion], None]
+
+
+class ServerLost(UserError):
+    """The server ended, cannot be reached, or failed inside: one that comes back may answer."""
+
+
+class ServedModel(NamedTuple):
+    """How a server calls its model, its longest sequence in tokens, and where it loaded it from."""
+
+    name: str
+    max_length: int
+    root: str
 
 
 @dataclass(frozen=True)
@@ -49,13 +61,14 @@ class VllmClient:
     """Speaks to the server at `url`. `death` says why a started one is gone, or None while it lives."""
 
     def __init__(self, url: str, api_key: str | None, timeout_s: float,
-                 death: Callable[[], UserError | None] | None) -> None:
+                 death: Callable[[], ServerLost | None] | None) -> None:
         self.url = url
         self.death = death
         self.options: dict[str, Any] = {
             "base_url": url,
             "headers": {"Authorization": f"Bearer {api_key}"} if api_key else {},
             "timeout": httpx.Timeout(timeout_s, connect=10.0),
+            "verify": not url.startswith("http://"),  # loading certificates takes longer than a request
             # a proxy is for the outside world; it would swallow the loopback interface
             "trust_env": not url.startswith(("http://127.", "http://localhost")),
         }
@@ -74,14 +87,19 @@ class VllmClient:
         check_version(version, f"the server at {self.url}")
         return version
 
-    def model(self, name: str) -> tuple[str, int]:
-        """Served name and longest sequence of model `name`, or of the only model there is."""
-        models = {model["id"]: model for model in self._get_json("/v1/models")["data"]}
+    def model(self, name: str) -> ServedModel:
+        """The model served as `name`, or the only one there is."""
+        try:
+            models = {model["id"]: model for model in self._get_json("/v1/models")["data"]}
+        except (KeyError, TypeError) as error:
+            raise self._stranger("/v1/models") from error
         if name not in models and len(models) != 1:
             raise UserError(f"the server at {self.url} serves {', '.join(models)}, and which of them is the "
                             f"target is not clear: serve it alone or with --served-model-name {name}.")
         found = models.get(name) or next(iter(models.values()))
-        return found["id"], int(found["max_model_len"])
+        if not isinstance(found.get("max_model_len"), int):
+            raise self._stranger("/v1/models")
+        return ServedModel(found["id"], found["max_model_len"], str(found.get("root") or found["id"]))
 
     def counters(self) -> SpecCounters:
         """Counters since the server's start, read until they rest: they may lag behind the last answer."""
@@ -118,16 +136,26 @@ class VllmClient:
         return answer
 
     def _get_json(self, path: str) -> dict[str, Any]:
-        answer = self._get(path)
-        try:
-            return answer.json()
-        except ValueError as error:
-            raise UserError(f"the server at {self.url} does not answer {path} as vLLM does: check that "
-                            "engine.url is the address of a vLLM server.") from error
+        return self._body(self._get(path))
 
-    def _silent(self, error: Exception) -> UserError:
-        return UserError(f"the server at {self.url} does not answer ({error or type(error).__name__}): check "
-                         "that it runs and that engine.url is its address, then run the same command again.")
+    def _body(self, answer: httpx.Response) -> dict[str, Any]:
+        try:
+            body = answer.json()
+        except ValueError as error:
+            raise self._stranger(answer.request.url.path) from error
+        if not isinstance(body, dict):
+            raise self._stranger(answer.request.url.path)
+        return body
+
+    def _silent(self, error: Exception) -> ServerLost:
+        reason = str(error) or type(error).__name__
+        return ServerLost(f"the server at {self.url} does not answer ({reason}): check that it runs and that "
+                          "this is its address (engine.url or target_engine.runtime), then run the same "
+                          "command again.")
+
+    def _stranger(self, path: str) -> UserError:
+        return UserError(f"the server at {self.url} does not answer {path} as vLLM does: check that this "
+                         "(engine.url or target_engine.runtime) is the address of a vLLM server.")
 
     def complete(self, bodies: Sequence[dict[str, Any]], concurrency: int,
                  progress: Progress | None) -> list[Completion]:
@@ -142,7 +170,7 @@ class VllmClient:
 
         async def work(client: httpx.AsyncClient) -> None:
             for index in waiting:
-                answers[index] = await self._complete_one(client, index, bodies[index])
+                answers[index] = await self.complete_one(client, index, bodies[index])
                 if progress is not None:
                     progress(index, answers[index])
 
@@ -155,22 +183,36 @@ class VllmClient:
                     worker.cancel()
         return [answers[index] for index in range(len(bodies))]
 
-    async def _complete_one(self, client: httpx.AsyncClient, index: int, body: dict[str, Any]) -> Completion:
+    async def complete_one(self, client: httpx.AsyncClient, index: int, body: dict[str, Any]) -> Completion:
+        """The answer to one request, checked; errors name it by `index`."""
         start = time.perf_counter()
-        answer = await self._post(client, index, body)
+        answer = await self.post(client, index, body)
         seconds = time.perf_counter() - start
-        choice = answer["choices"][0]
-        if choice.get("token_ids") is None or choice.get("prompt_token_ids") != body["prompt"]:
-            raise UserError(f"the server at {self.url} did not give back the token ids of request {index}, "
-                            "so answers cannot be stored exactly: use vLLM 0.32 or later, without a gateway "
-                            "before it.")
+        choice = self.choice(answer, index, body)
         if choice["finish_reason"] not in ("stop", "length"):
             raise UserError(f"the server at {self.url} ended request {index} with "
                             f"{choice['finish_reason']!r} where \"stop\" or \"length\" was expected: see its "
                             "log, then run the same command again.")
         return Completion(tuple(choice["token_ids"]), choice["finish_reason"], seconds)
 
-    async def _post(self, client: httpx.AsyncClient, index: int, body: dict[str, Any]) -> dict[str, Any]:
+    def choice(self, answer: dict[str, Any], index: int, body: dict[str, Any]) -> dict[str, Any]:
+        """The one answer in it. Raises UserError unless it is of the model and the token ids that were sent,
+        with token ids of its own."""
+        choices = answer.get("choices")
+        if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict) \
+                or answer.get("model") != body["model"] or "finish_reason" not in choices[0]:
+            raise UserError(f"the server at {self.url} answered request {index} to model {body['model']} "
+                            f"with {len(choices) if isinstance(choices, list) else 'no'} choices of model "
+                            f"{answer.get('model')} where one was expected: see that vLLM itself listens "
+                            "there, and nothing before it.")
+        if choices[0].get("token_ids") is None or choices[0].get("prompt_token_ids") != body["prompt"]:
+            raise UserError(f"the server at {self.url} did not give back the token ids of request {index}, "
+                            "so answers cannot be stored exactly: use vLLM 0.32 or later, without a gateway "
+                            "before it.")
+        return choices[0]
+
+    async def post(self, client: httpx.AsyncClient, index: int, body: dict[str, Any]) -> dict[str, Any]:
+        """What the server says to a request for a completion, as it is."""
         for pause in (*RETRY_SECONDS, None):
             try:
                 answer = await client.post("/v1/completions", json=body)
@@ -185,14 +227,15 @@ class VllmClient:
                 await asyncio.sleep(pause)
                 continue
             if answer.status_code == 200:
-                return answer.json()
+                return self._body(answer)
             reason = await asyncio.to_thread(self._dead, DYING_SECONDS) if answer.is_server_error else None
-            raise reason or UserError(f"the server at {self.url} refused request {index} "
-                                      f"({len(body['prompt'])} prompt tokens, {body['max_tokens']} to "
-                                      f"answer) with {answer.status_code}: {_message(answer)}")
+            kind = ServerLost if answer.is_server_error else UserError
+            raise reason or kind(f"the server at {self.url} refused request {index} "
+                                 f"({len(body['prompt'])} prompt tokens, {body['max_tokens']} to answer) "
+                                 f"with {answer.status_code}: {_message(answer)}")
         raise AssertionError("the last attempt returns or raises")
 
-    def _dead(self, patience: float) -> UserError | None:
+    def _dead(self, patience: float) -> ServerLost | None:
         """Why the server is gone, waiting up to `patience` seconds for it to go; None if it lives on."""
         deadline = time.monotonic() + patience
         while self.death is not None:

@@ -48,7 +48,10 @@ def exit_status(process: subprocess.Popen[bytes]) -> int | None:
     """
     if process.returncode is not None:
         return process.returncode
-    ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    try:
+        ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # another thread has just stopped it
+        return process.wait()
     if ended is None:
         return None
     return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status

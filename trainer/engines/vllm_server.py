@@ -24,7 +24,7 @@ from typing import Self
 from rich.console import Console
 
 from trainer.engines import vllm_process
-from trainer.engines.vllm_client import Progress, SpecCounters, VllmClient, request
+from trainer.engines.vllm_client import Progress, ServerLost, SpecCounters, VllmClient, request
 from trainer.engines.vllm_installation import (
     Installation,
     check_folder,
@@ -92,7 +92,7 @@ class VllmServer:
             check_port(self.runtime.port)
         return version
 
-    def client(self, url: str, death: Callable[[], UserError | None] | None) -> VllmClient:
+    def client(self, url: str, death: Callable[[], ServerLost | None] | None) -> VllmClient:
         """A client for `url`, with the key that vLLM itself reads from the environment."""
         key = self.environment.get("VLLM_API_KEY") or os.environ.get("VLLM_API_KEY")
         return VllmClient(url, key, self.runtime.request_timeout_s, death)
@@ -129,15 +129,17 @@ class VllmServer:
 
 
 class RunningServer:
-    """One server between `__enter__` and `__exit__`. `version`, `url`, `served_name`, `max_model_len` and
-    `command` (empty when joined) stay readable afterwards; `k` is None without a drafter."""
+    """One server between `__enter__` and `__exit__`. `version`, `url`, `served_name`, `root` (what it loaded
+    the model from), `max_model_len` and `command` (empty when joined) stay readable afterwards; `k` is None
+    without a drafter. Setting `abandoned` from another thread ends a start that is under way."""
 
     def __init__(self, settings: VllmServer, model: Path, log: Path, speculator: Path | None,
                  method: str | None, k: int | None) -> None:
         self.settings, self.model, self.log = settings, model, log
         self.speculator, self.method, self.k = speculator, method, k
-        self.version = self.url = self.served_name = ""
+        self.version = self.url = self.served_name = self.root = ""
         self.max_model_len = 0
+        self.abandoned = False
         self.command: list[str] = []
         self.process: subprocess.Popen[bytes] | None = None
         self.shim = log.with_name(log.name + ".metadata")
@@ -151,7 +153,7 @@ class RunningServer:
             self.client = self.settings.client(self.url, self.death if self.process else None)
             self._wait()
             self.version = self.client.version()
-            self.served_name, self.max_model_len = self.client.model(NAME)
+            self.served_name, self.max_model_len, self.root = self.client.model(NAME)
             self._check_drafter()
         except BaseException:
             self.stop()
@@ -186,14 +188,14 @@ class RunningServer:
             vllm_process.stop(self.process)
         shutil.rmtree(self.shim, ignore_errors=True)
 
-    def death(self) -> UserError | None:
+    def death(self) -> ServerLost | None:
         """Why a started server is gone; None while it runs."""
         status = None if self.process is None else vllm_process.exit_status(self.process)
         if status is None:
             return None
         causes = " | ".join(vllm_process.last_errors(self.log)) or "its log is empty"
-        return UserError(f"the vLLM server ended with {vllm_process.describe_exit(status)}: {causes} "
-                         f"(log: {self.log}); mend the cause and run the same command again.")
+        return ServerLost(f"the vLLM server ended with {vllm_process.describe_exit(status)}: {causes} "
+                          f"(log: {self.log}); mend the cause and run the same command again.")
 
     def _start(self) -> None:
         found = find_installation(self.settings.python)
@@ -215,8 +217,10 @@ class RunningServer:
                 if (reason := self.death()) is not None:
                     raise reason
                 if self.process is None:
-                    raise UserError(f"the server at engine.url={self.url} is not healthy: wait until its "
-                                    "/health answers 200, then run the same command again.")
+                    raise ServerLost(f"the server to join at {self.url} is not healthy: wait until its "
+                                     "/health answers 200, then run the same command again.")
+                if self.abandoned:
+                    raise ServerLost("the start of the vLLM server was given up.")
                 if seconds() > patience:
                     raise UserError("the vLLM server was not up within "
                                     f"engine.runtime.startup_timeout_s={patience:g} s: see {self.log}, or "

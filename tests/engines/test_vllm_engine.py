@@ -1,0 +1,444 @@
+"""The engine over vLLM servers, against servers that misbehave: order, bounds, checks, patience."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from peer import CONFIG, VOCABULARY, Peer, states_of, until
+from vllm_support import small_server
+
+from trainer.__main__ import compose_configuration
+from trainer._paths import find
+from trainer.engines import vllm_client, vllm_pool
+from trainer.engines.vllm_engine import VllmEngine, VllmEngineRuntime
+from trainer.errors import UserError
+from trainer.pipeline import build
+from trainer.records import HiddenStates, Sampling
+
+ROWS = [[number, number + 1, number + 2] for number in range(12)]
+TAPS = [1, 2]
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_client, "RETRY_SECONDS", (0.01,))
+    monkeypatch.setattr(vllm_pool, "FIRST_PAUSE", 0.05)
+    monkeypatch.setattr(vllm_pool, "LONGEST_PAUSE", 0.1)
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    folder = tmp_path / "target"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def peer(shared: Path) -> Iterator[Peer]:
+    with Peer(shared) as running:
+        yield running
+
+
+def engine(target: Path, *peers: Peer, answers: bool = False, **changes: Any) -> VllmEngine:
+    urls = [each.url for each in peers]
+    runtime = {"answer_urls": urls if answers else [], "state_urls": [] if answers else urls,
+               "shared_folder": str(peers[0].folder), "in_flight": 2, "patience_s": 0.6, "file_wait_s": 0.4,
+               "logs": str(target / "logs"), **changes}
+    return VllmEngine(small_server(), "float32", 8, 64, False, VllmEngineRuntime(**runtime)).load(target, [9])
+
+
+def ask(given: VllmEngine, rows: list[list[int]] = ROWS, taps: list[int] = TAPS) -> list[HiddenStates]:
+    with given:
+        return list(given.hidden_states(rows, taps))
+
+
+def same(found: list[HiddenStates], rows: list[list[int]], taps: list[int]) -> bool:
+    return len(found) == len(rows) and all(
+        torch.equal(each.taps, states_of(row, taps).flatten(1))
+        and torch.equal(each.last, states_of(row, [3])[:, 0]) for each, row in zip(found, rows, strict=True))
+
+
+class TestInOrder:
+    def test_taps_and_last(self, target: Path, peer: Peer) -> None:
+        for taps in ([1, 2], [2], [1, 3], [3], [1, 2, 3]):
+            assert same(ask(engine(target, peer), ROWS, taps), ROWS, taps)
+        found = ask(engine(target, peer))[0]
+        assert found.taps.dtype == torch.float32 and found.taps.is_contiguous() and found.last.is_contiguous()
+
+    @settings(max_examples=12, deadline=None)
+    @given(some.integers(0, 2**32), some.integers(1, 3), some.integers(1, 4), some.integers(0, 20))
+    def test_whatever_arrives_first(self, tmp_path_factory: pytest.TempPathFactory, seed: int, servers: int,
+                                    in_flight: int, count: int) -> None:
+        home, drawn = tmp_path_factory.mktemp("order"), random.Random(seed)
+        (home / "config.json").write_text(json.dumps(CONFIG))
+        rows = [[drawn.randrange(VOCABULARY) for _ in range(drawn.randint(1, 9))] for _ in range(count)]
+        with ExitStack() as stack:
+            peers = [stack.enter_context(Peer(home)) for _ in range(servers)]
+            for each in peers:
+                each.act = lambda number, body: time.sleep(drawn.choice([0, 0, 0.02]))
+                each.late = drawn.choice([0, 0.01])
+            assert same(ask(engine(home, *peers, in_flight=in_flight), rows), rows, TAPS)
+            assert all(each.peak <= in_flight for each in peers)
+            assert sum(len(each.seen) for each in peers) == count + servers, "a probe for each"
+        assert not list(home.glob("*.safetensors*")), "what was read is removed"
+
+    def test_rows_are_asked_for_as_they_are_fetched(self, target: Path, peer: Peer) -> None:
+        rows = [[number] for number in range(40)]
+        with engine(target, peer) as asked:
+            found = asked.hidden_states(rows, TAPS)
+            next(found)
+            time.sleep(0.3)
+            assert len(peer.seen) <= 1 + 2 * 2 + 1, "the probe, the room, and the one that was fetched"
+            assert same(list(found), rows[1:], TAPS)
+
+    def test_all_slots_are_used(self, target: Path, peer: Peer) -> None:
+        meeting = threading.Barrier(3, timeout=5)
+        peer.act = lambda number, body: (number and meeting.wait(), None)[1]  # 0 is the probe
+        rows = [[number] for number in range(9)]
+        assert same(ask(engine(target, peer, in_flight=3), rows), rows, TAPS)
+
+    def test_from_several_threads(self, target: Path, peer: Peer) -> None:
+        with engine(target, peer) as asked, ThreadPoolExecutor(6) as threads:
+            found = list(threads.map(lambda row: next(asked.hidden_states([row], TAPS)), ROWS))
+        assert same(found, ROWS, TAPS) and peer.peak <= 2
+
+    def test_an_abandoned_iterator_cancels(self, target: Path, peer: Peer) -> None:
+        with engine(target, peer) as asked:
+            found = asked.hidden_states([[1]] * 50, TAPS)
+            next(found)
+            found.close()
+            until(lambda: peer.now == 0)
+            seen = len(peer.seen)
+            assert same(list(asked.hidden_states(ROWS, TAPS)), ROWS, TAPS)
+            assert seen <= 6 and len(peer.seen) <= seen + 2 + len(ROWS)
+
+    def test_leaving_does_not_wait_for_a_server_that_hangs(self, target: Path, peer: Peer) -> None:
+        release = threading.Event()
+        peer.act = lambda number, body: (number and body["prompt"] != ROWS[0] and release.wait(20), None)[1]
+        with engine(target, peer) as asked:
+            found = asked.hidden_states(ROWS, TAPS)
+            next(found)
+            until(lambda: peer.now == 2)
+            began = time.monotonic()
+        assert time.monotonic() - began < 2
+        release.set()
+
+
+def put(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda answer: answer["kv_transfer_params"].update(changes)
+
+
+def put_choice(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda answer: answer["choices"][0].update(changes)
+
+
+BAD_ANSWERS = {
+    "none": (lambda answer: answer.pop("kv_transfer_params"), r"gave no hidden states .*start it with "
+             r"`PYTHONPATH=\S+/connector vllm serve .*extract_hidden_states.*--kv-transfer-config .*"
+             r"\"layers\": \[1, 2, 3\].*` .*run the same command again"),
+    "not a dict": (lambda answer: answer.update(kv_transfer_params=[1]), "gave no hidden states"),
+    "error": (put(error="only 2 states are kept"), "cannot hand out hidden states: only 2 states are kept"),
+    "a fact more": (put(colour="red"), "another version of the connector .*colour"),
+    "a fact less": (lambda answer: answer["kv_transfer_params"].pop("rows"), "another version .*rows"),
+    "format": (put(format=2), "another version of the connector .format 2"),
+    "a path": (put(file="../target/config.json"), r"another version .*\.\./target/config\.json"),
+    "an absolute path": (put(file="/etc/passwd"), "another version .*'/etc/passwd'"),
+    "no name": (put(file=7), "another version"),
+    "rows": (put(rows=2), "has 2 rows of hidden states for 3 tokens"),
+    "layers": (put(layers=[2, 3]), r"captures the states after layers \[2, 3\] where \[1, 2, 3\] are needed"),
+    "no last layer": (put(layers=[1, 2]), r"captures the states after layers \[1, 2\] where"),
+    "no layers": (put(layers=None), "captures the states after layers None"),
+    "hidden size": (put(hidden_size=8), "hidden_size 8 where 4 was expected"),
+    "depth": (put(model_layers=2), "model_layers 2 where 3 was expected"),
+    "vocabulary": (put(vocabulary=51), "vocabulary 51 where 50 was expected"),
+    "dtype": (put(dtype="bfloat16"), "dtype bfloat16 where float32 was expected"),
+    "other ids": (put_choice(prompt_token_ids=[5, 5, 5]), "did not give back the token ids of request"),
+    "no ids": (put_choice(token_ids=None), "did not give back the token ids"),
+    "other model": (lambda answer: answer.update(model="another"), "choices of model another where one"),
+    "no choices": (lambda answer: answer.update(choices=[]), "with 0 choices"),
+    "odd choices": (lambda answer: answer.update(choices="x"), "with no choices"),
+}
+
+
+class TestBadAnswers:
+    @pytest.mark.parametrize("case", BAD_ANSWERS)
+    def test_each_is_told(self, target: Path, peer: Peer, case: str) -> None:
+        peer.change, expected = BAD_ANSWERS[case]
+        with pytest.raises(UserError, match=expected):
+            ask(engine(target, peer))
+        assert len(peer.seen) == 1, "nothing heavy was asked after the first answer"
+        assert (target / "config.json").exists()
+
+    @pytest.mark.parametrize("case", ["none", "rows", "hidden size", "other ids"])
+    def test_each_is_told_later_too(self, target: Path, peer: Peer, case: str) -> None:
+        change, expected = BAD_ANSWERS[case]
+        peer.change = lambda answer: change(answer) if len(peer.seen) > 5 else None
+        with engine(target, peer) as asked:
+            found = asked.hidden_states(ROWS, TAPS)
+            next(found)
+            with pytest.raises(UserError, match=expected):
+                list(found)
+
+    @pytest.mark.parametrize("said", ["<html>", "[1, 2]", "\xff"])
+    def test_no_json(self, target: Path, peer: Peer, said: str) -> None:
+        peer.act = lambda number, body: said
+        with pytest.raises(UserError, match="does not answer /v1/completions as vLLM does"):
+            ask(engine(target, peer))
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-9] ^= 1
+    path.write_bytes(data)
+
+
+def fail(path: Path) -> None:
+    path.unlink()
+    path.with_suffix(".safetensors.failed").write_text("No space left on device")
+
+
+class Other(Peer):
+    """Writes what another request would get."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.layers, self.spoil = folder, [1, 2, 3], lambda path: None
+
+
+class OtherLayers(Other):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.layers = [0, 1, 3]
+
+
+def rewritten(kind: type[Other], tokens: list[int]) -> Callable[[Path], None]:
+    def spoil(path: Path) -> None:
+        final = path.with_name("rewritten")
+        kind(path.parent).write(final, tokens)
+        final.rename(path)
+
+    return spoil
+
+
+BAD_FILES = {
+    "torn": (lambda path: path.write_bytes(path.read_bytes()[:-20]), "is torn or no file of the connector"),
+    "empty": (lambda path: path.write_bytes(b""), "is torn or no file"),
+    "no tensors": (lambda path: path.write_bytes(b"\2\0\0\0\0\0\0\0{}"), "is torn or no file"),
+    "one bit": (flip, r"is damaged: checksums \{'states': \d+, 'tokens': \d+\} and layers"),
+    "other tokens": (rewritten(Other, [7, 8, 9]), "holds the states of other tokens than were sent"),
+    "more rows": (rewritten(Other, [0, 1, 2, 3]), r"holds states \(4, 3, 4\) .*where \(3, 3, 4\)"),
+    "other layers": (rewritten(OtherLayers, [0, 1, 2]), r"is damaged: .*\[0, 1, 3\]"),
+    "could not write": (fail, "could not write hidden states to .*: No space left on device; free space"),
+    "never": (Path.unlink, r"did not appear within target_engine.runtime.file_wait_s=0.4 s after the answer"),
+}
+
+
+class TestBadFiles:
+    @pytest.mark.parametrize("case", BAD_FILES)
+    def test_each_is_told(self, target: Path, peer: Peer, shared: Path, case: str) -> None:
+        peer.spoil, expected = BAD_FILES[case]
+        with pytest.raises(UserError, match=expected):
+            ask(engine(target, peer))
+        assert not [path for path in shared.iterdir() if path.is_file()], "nothing is left behind"
+
+    def test_a_slow_writer_is_waited_for(self, target: Path, peer: Peer) -> None:
+        peer.late = 0.25
+        assert same(ask(engine(target, peer), ROWS[:4]), ROWS[:4], TAPS)
+
+    def test_a_partial_file_is_never_read(self, target: Path, peer: Peer, shared: Path) -> None:
+        peer.spoil = lambda path: path.rename(path.with_name(path.stem + ".safetensors.partial"))
+        with pytest.raises(UserError, match="did not appear"):
+            ask(engine(target, peer))
+
+    def test_a_folder_that_went_away(self, target: Path, peer: Peer, shared: Path) -> None:
+        with engine(target, peer) as asked:
+            found = asked.hidden_states(ROWS, TAPS)
+            next(found)
+            peer.act = lambda number, body: shutil.rmtree(shared, ignore_errors=True)
+            with pytest.raises(UserError, match="cannot be read|did not appear|No such file"):
+                list(found)
+
+
+class TestPatience:
+    @pytest.mark.parametrize("trouble", ["drop", 500, 503])
+    def test_trouble_that_passes(self, target: Path, peer: Peer, trouble: Any,
+                                 capsys: pytest.CaptureFixture[str]) -> None:
+        peer.act = lambda number, body: trouble if 2 <= number < 8 else None
+        assert same(ask(engine(target, peer, patience_s=30)), ROWS, TAPS)
+        said = capsys.readouterr().err
+        assert "Trying again for up to 30 s (target_engine.runtime.patience_s)" in said and peer.url in said
+        assert said.count("Trying again") <= 3, "once for an outage, not once for a request"
+
+    @pytest.mark.parametrize("trouble", ["drop", 500])
+    def test_trouble_that_stays(self, target: Path, peer: Peer, trouble: Any) -> None:
+        peer.act = lambda number, body: trouble if number > 3 else None
+        with engine(target, peer) as asked:
+            found = asked.hidden_states(ROWS, TAPS)
+            next(found)
+            began = time.monotonic()
+            with pytest.raises(UserError, match="not come back within target_engine.runtime.patience_s=0.6 s:"
+                               " the server at http"):
+                list(found)
+            assert 0.4 < time.monotonic() - began < 10
+
+    def test_a_refusal_is_not_repeated(self, target: Path, peer: Peer) -> None:
+        peer.act = lambda number, body: 400 if number == 1 else None
+        with pytest.raises(UserError, match=r"refused request 0 \(3 prompt tokens, .* with 400: as told"):
+            ask(engine(target, peer, in_flight=1))
+        assert len(peer.seen) <= 3
+
+    def test_a_server_that_is_gone(self, target: Path, peer: Peer) -> None:
+        with engine(target, peer) as asked:
+            found = asked.hidden_states(ROWS * 5, TAPS)
+            next(found)
+            peer.act = lambda number, body: "drop"
+            peer.http.shutdown()
+            peer.http.server_close()
+            with pytest.raises(UserError, match="patience_s=0.6 s: .*does not answer .*run the same command"):
+                list(found)
+
+    def test_another_server_takes_over(self, target: Path, peer: Peer, shared: Path) -> None:
+        with Peer(shared) as second:
+            second.act = lambda number, body: "drop" if number > 1 else None
+            assert same(ask(engine(target, peer, second, patience_s=30)), ROWS, TAPS)
+            assert len(second.seen) > 2
+
+    def test_a_request_that_takes_too_long(self, target: Path, peer: Peer) -> None:
+        peer.act = lambda number, body: time.sleep(3) if number else None
+        slow = engine(target, peer)
+        slow.settings = small_server(dtype="float32", runtime__request_timeout_s=0.3)
+        with pytest.raises(UserError, match="no answer from .* engine.runtime.request_timeout_s"):
+            ask(slow)
+
+
+class TestJoining:
+    def test_too_short(self, target: Path, shared: Path) -> None:
+        with Peer(shared, max_model_len=64) as short, \
+                pytest.raises(UserError, match="takes sequences of 64 tokens, and 65 are needed: "):
+            ask(engine(target, short))
+
+    def test_another_model(self, target: Path, shared: Path, tmp_path: Path) -> None:
+        other = tmp_path / "other"
+        other.mkdir()
+        (other / "config.json").write_text(json.dumps({**CONFIG, "rope_theta": 5, "torch_dtype": "x"}))
+        for answers in (True, False):
+            with Peer(shared, root=str(other)) as strange, \
+                    pytest.raises(UserError, match="config.json differs .* in rope_theta: serve the target"):
+                given = engine(target, strange, answers=answers)
+                given.generate([[1]], ["a"], Sampling(1, 0.0, 1.0, 0)) if answers else ask(given)
+
+    def test_the_same_model(self, target: Path, shared: Path) -> None:
+        with Peer(shared, root=str(target)) as fine:
+            assert same(ask(engine(target, fine)), ROWS, TAPS)
+
+    def test_not_healthy(self, target: Path, peer: Peer) -> None:
+        peer.health = 503
+        with pytest.raises(UserError, match=r"the server to join at http\S+ is not healthy"):
+            ask(engine(target, peer))
+
+    @pytest.mark.parametrize("models", [[1], {"data": [{"id": "x"}]}, {"data": [[]]}, {}])
+    def test_not_vllm(self, target: Path, peer: Peer, models: Any) -> None:
+        peer.models = models
+        with pytest.raises(UserError, match="does not answer /v1/models as vLLM does"):
+            ask(engine(target, peer))
+
+    def test_no_folder(self, target: Path, peer: Peer, tmp_path: Path) -> None:
+        with pytest.raises(UserError, match="nothing says where their files appear: set .*shared_folder"):
+            ask(engine(target, peer, shared_folder=None))
+        with pytest.raises(UserError, match="shared_folder=.*nowhere is no folder that can be read and"):
+            ask(engine(target, peer, shared_folder=str(tmp_path / "nowhere")))
+        assert peer.seen == []
+
+    def test_more_layers_than_before(self, target: Path, shared: Path) -> None:
+        with Peer(shared, layers=[0, 1, 2, 3]) as able, engine(target, able) as asked:
+            assert same(list(asked.hidden_states(ROWS, [1])), ROWS, [1])
+            assert same(list(asked.hidden_states(ROWS, [0, 2])), ROWS, [0, 2])
+            assert same(list(asked.hidden_states(ROWS, [1])), ROWS, [1])
+            assert len(able.seen) == 3 * len(ROWS) + 2, "joined twice: the second time for all the layers"
+
+
+class TestAnswers:
+    SAMPLING = Sampling(max_new_tokens=5, temperature=0.0, top_p=1.0, seed=3)
+
+    def test_in_order_and_within_the_longest_sequence(self, target: Path, peer: Peer) -> None:
+        peer.act = lambda number, body: time.sleep(0.03 * (number % 3))
+        prompts = [[number] * (1 + number % 4) for number in range(10)] + [[7] * 61]
+        keys = [f"k{number}" for number in range(len(prompts))]
+        with engine(target, peer, answers=True) as asked:
+            found = asked.generate(prompts, keys, self.SAMPLING)
+        assert [each.tokens for each in found] == [
+            tuple(token + 1 for token in prompt)[:3 if len(prompt) == 61 else 5] for prompt in prompts]
+        by_length = {len(body["prompt"]): body for body in peer.seen}
+        assert by_length[61]["max_tokens"] == 3 and by_length[1]["max_tokens"] == 5
+        assert by_length[1]["stop_token_ids"] == [9] and len({body["seed"] for body in peer.seen}) == 11
+        assert all("kv_transfer_params" not in body for body in peer.seen) and peer.peak <= 2
+
+    def test_no_room(self, target: Path, peer: Peer) -> None:
+        with engine(target, peer, answers=True) as asked, \
+                pytest.raises(UserError, match="a prompt has 64 tokens but target_engine.max_length is 64"):
+            asked.generate([[1] * 64], ["a"], self.SAMPLING)
+        assert peer.seen == []
+
+    def test_trouble_that_passes(self, target: Path, peer: Peer) -> None:
+        peer.act = lambda number, body: "drop" if number in (1, 2, 3, 4, 5, 6) else None
+        with engine(target, peer, answers=True, patience_s=30) as asked:
+            assert len(asked.generate(ROWS, [str(row) for row in ROWS], self.SAMPLING)) == len(ROWS)
+
+    def test_an_end_that_is_none(self, target: Path, peer: Peer) -> None:
+        peer.change = put_choice(finish_reason="abort")
+        with engine(target, peer, answers=True) as asked, \
+                pytest.raises(UserError, match="ended request 0 with 'abort'"):
+            asked.generate(ROWS[:1], ["a"], self.SAMPLING)
+
+
+@pytest.mark.parametrize("row", [[], [1] * 65])
+def test_rows_that_do_not_fit(target: Path, peer: Peer, row: list[int]) -> None:
+    with pytest.raises(UserError, match=rf"a row has {len(row)} tokens where 1 to 64 were expected"):
+        ask(engine(target, peer), [[1], row])
+
+
+def test_its_origin(target: Path, peer: Peer) -> None:
+    assert engine(target, peer).origin == "vllm 0.32.0"
+    peer.http.shutdown()
+    peer.http.server_close()
+    with pytest.raises(UserError, match="does not answer"):
+        _ = engine(target, peer).origin
+
+
+def test_what_it_cannot_do(target: Path, peer: Peer) -> None:
+    with pytest.raises(UserError, match="cannot read a sequence step by step .*TransformersEngine"):
+        engine(target, peer).session(TAPS)
+    runtime = engine(target, peer).runtime
+    with pytest.raises(UserError, match="target_engine.server.url=http://x is not used, .*state_urls"):
+        VllmEngine(small_server(url="http://x"), "float32", 8, 64, False, runtime)
+
+
+def test_the_configuration_makes_it() -> None:
+    configuration = compose_configuration(["recipe=smoke", "target_engine=vllm", "target.max_length=99",
+                                           "target_engine.runtime.in_flight=3", "run_root=/r"], find())
+    made = build(configuration.settings["target_engine"])
+    assert isinstance(made, VllmEngine) and (made.group, made.max_length, made.dtype) == (256, 99, "bfloat16")
+    assert (made.runtime.in_flight, made.runtime.logs) == (3, "/r/target_engine")
+    assert made.settings.dtype == "bfloat16"
+    stage = configuration.settings["hidden_states"]
+    assert stage["engine"]["_target_"].endswith("VllmEngine") and stage["dtype"] == "bfloat16"

@@ -8,10 +8,12 @@ next group and ends with the same bytes as an unbroken one. Later turns see the 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -26,6 +28,16 @@ from trainer.records import Prompt, Sample, Sampling
 from trainer.target import Target
 
 Row = dict[str, Any]
+RESPONSES = "responses.jsonl"  # in the folder of every finished stage
+
+
+@dataclass(frozen=True)
+class Length:
+    """How long a row is or may become: all tokens, and the supervised ones among them."""
+
+    id: str
+    tokens: int
+    supervised: int
 
 
 @dataclass(frozen=True)
@@ -43,10 +55,21 @@ class Regenerate(Stage):
     def external(self) -> dict[str, Any]:
         return {"target": self.target.identity}
 
+    def longest(self, prompts: Sequence[Prompt]) -> list[Length]:
+        """Every answer as long as it may be; earlier turns' answers count in the later ones."""
+        chat = Chat(self.target.tokenizer, self.target.template, self.target.end_ids)
+        found, answer = [], self.sampling.max_new_tokens
+        for prompt in prompts:
+            for turn in range(len(prompt.turns)):
+                asked = len(chat.prompt(messages_of(prompt, [""] * turn))) + turn * answer
+                total = min(asked + answer, self.engine.max_length)
+                found.append(Length(f"{prompt.id}#{turn}", total, min(answer, total)))
+        return found
+
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
         chat = Chat(self.target.tokenizer, self.target.template, self.target.end_ids)
         prompts = read_prompts(inputs["prompts"])
-        writer = GroupFile(out / "responses.jsonl")
+        writer = GroupFile(out / RESPONSES)
         dropped = self._too_long(chat, prompts)
         prompts = [(prompt, name) for prompt, name in prompts if prompt.id not in dropped]
         with self.engine.load(self.target.folder, self.target.end_ids) as engine:
@@ -120,6 +143,13 @@ class AsGiven(Stage):
     def external(self) -> dict[str, Any]:
         return {"target": self.target.identity}
 
+    def longest(self, prompts: Sequence[Prompt]) -> list[Length]:
+        """The given answers, exactly, and those too that are too long."""
+        chat = Chat(self.target.tokenizer, self.target.template, self.target.end_ids)
+        return [Length(f"{prompt.id}#{number}", len(ids), sum(mask)) for prompt in prompts
+                for number, (ids, mask) in enumerate(chat.supervised(messages_of(prompt,
+                                                                                 list(prompt.answers))))]
+
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
         chat = Chat(self.target.tokenizer, self.target.template, self.target.end_ids)
         rows: list[Row] = []
@@ -139,8 +169,42 @@ class AsGiven(Stage):
         if not rows:
             raise UserError(f"all {len(dropped)} conversations are longer than responses.max_length="
                             f"{self.max_length}; raise it")
-        (out / "responses.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (out / RESPONSES).write_text("".join(json.dumps(row) + "\n" for row in rows))
         return describe(rows, chat, dropped)
+
+
+@dataclass(frozen=True)
+class Stored(Stage):
+    """The answers that lie beside stored hidden states in `path`, so that both serve another run or machine
+    together."""
+
+    target: Target
+    path: str
+
+    after: ClassVar[tuple[str, ...]] = ()
+    version: ClassVar[int] = 1
+
+    def external(self) -> dict[str, Any]:
+        try:
+            return {"responses": hashlib.sha256(self._file().read_bytes()).hexdigest()}
+        except OSError as error:
+            raise UserError(f"{self._file()} cannot be read ({error.strerror}): responses=stored takes the "
+                            "answers that lie beside stored hidden states; set hidden_states.path to such a "
+                            "folder") from error
+
+    def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
+        shutil.copyfile(self._file(), out / RESPONSES)
+        rows = [json.loads(line) for line in (out / RESPONSES).read_text().splitlines()]
+        return describe(rows, Chat(self.target.tokenizer, self.target.template, self.target.end_ids), [])
+
+    def longest(self, prompts: Sequence[Prompt]) -> list[Length]:
+        """The stored answers, exactly, whatever the prompts."""
+        folder = self._file().parent
+        return [Length(sample.id, len(sample.tokens), sample.supervised)
+                for name in ("train", "heldout") for sample in read_samples(folder, name)]
+
+    def _file(self) -> Path:
+        return Path(self.path).expanduser() / RESPONSES
 
 
 class GroupFile:
@@ -193,7 +257,7 @@ def messages_of(prompt: Prompt, answers: list[str]) -> list[dict[str, str]]:
 def read_samples(folder: Path, split: str) -> list[Sample]:
     """Training rows of one split of a finished stage, ordered by id."""
     samples = []
-    with (folder / "responses.jsonl").open() as file:
+    with (folder / RESPONSES).open() as file:
         for line in file:
             row = json.loads(line)
             if row["split"] == split:

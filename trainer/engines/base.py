@@ -45,6 +45,12 @@ class TargetEngine(ABC):
 
     @property
     @abstractmethod
+    def in_flight(self) -> int:
+        """How many calls of `hidden_states` it likes to serve at once, from as many threads; 0 for one that
+        computes where training does, which is best not interrupted."""
+
+    @property
+    @abstractmethod
     def max_length(self) -> int:
         """Longest sequence, prompt and answer together, in tokens."""
 

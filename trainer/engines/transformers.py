@@ -52,6 +52,10 @@ class TransformersEngine(TargetEngine):
         return self.batch
 
     @property
+    def in_flight(self) -> int:
+        return 0
+
+    @property
     def max_length(self) -> int:
         return self._max_length
 

@@ -86,6 +86,10 @@ class VllmEngine(TargetEngine):
         return self.batch
 
     @property
+    def in_flight(self) -> int:
+        return self.runtime.in_flight * max(1, len(self.runtime.state_urls))
+
+    @property
     def max_length(self) -> int:
         return self._max_length
 

@@ -33,6 +33,11 @@ class HiddenStateSource(ABC):
         """States in the dtype of the manifest, on the CPU; rows of `last` that are not kept are zero. May be
         called by several threads at once."""
 
+    @property
+    @abstractmethod
+    def ahead(self) -> int:
+        """How many rows of training are worth preparing before they are needed, each by a thread."""
+
     @abstractmethod
     def close(self) -> None: ...
 

@@ -95,6 +95,10 @@ class Codec:
             places.append((begin, begin + size))
         return places
 
+    def stored_bytes(self, id_bytes: int, tokens: int, last: int, alignment: int) -> int:
+        """What a sample takes on the disk, up to where the next one may start."""
+        return -(-self.places(id_bytes, tokens, last)[-1][1] // alignment) * alignment
+
     def encode(self, sample: Sample, states: HiddenStates) -> list[np.ndarray]:
         """The sections of a sample as arrays of bytes. `states` must be of these layers and this dtype."""
         taps = states.taps.unflatten(-1, (len(self.layers), self.hidden)).unbind(-2)

@@ -13,10 +13,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from trainer.data.responses import read_samples
+from trainer.data.responses import RESPONSES, read_samples
 from trainer.engines.base import TargetEngine
 from trainer.errors import UserError
 from trainer.gates import Gate, require
+from trainer.hidden_states import reuse
 from trainer.hidden_states.base import LastRows, Manifest, Storage
 from trainer.hidden_states.codec import Codec, bad_rows
 from trainer.hidden_states.parity import parity_gates
@@ -51,7 +52,7 @@ class Probe(Stage):
         return {"target": self.target.identity}
 
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
-        samples, manifest = _samples(inputs["responses"]), self._manifest()
+        samples, manifest = _samples(inputs["responses"]), self.manifest()
         manifest.write(out)
         codec = Codec.of(manifest)
         with self.engine.load(self.target.folder, self.target.end_ids) as engine:
@@ -64,7 +65,8 @@ class Probe(Stage):
         tokens = sum(len(sample.tokens) for sample in samples)
         return {"gates": gates, "samples": len(samples), "tokens": tokens, "bytes": 0}
 
-    def _manifest(self) -> Manifest:
+    def manifest(self) -> Manifest:
+        """What the folder will say about itself."""
         layers, count = sorted(set(self.tap_layers)), self.target.config["num_hidden_layers"]
         if not layers or layers[0] < 0 or layers[-1] > count:
             raise UserError(f"hidden_states.tap_layers {list(self.tap_layers)} must lie between 0 "
@@ -89,13 +91,25 @@ class Probe(Stage):
 class Extract(Probe):
     """For offline training: every sample's states are stored, in shards of up to `runtime.shard_gib`. What
     was appended is committed every `runtime.commit_tokens` tokens; a killed run goes on behind the last
-    commit."""
+    commit.
+
+    Nothing is extracted where the states are already: in `path`, a folder made elsewhere, or in one that an
+    earlier run left beside this stage's. The stage's folder then holds links to their files.
+    """
+
+    path: str | None
 
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
-        samples, manifest = _samples(inputs["responses"]), self._manifest()
-        with ShardWriter(out, manifest, int(self.runtime["shard_gib"] * GIB)) as writer:
-            self._append_missing(samples, writer)
-        reader = ShardReader(out)
+        samples, manifest = _samples(inputs["responses"]), self.manifest()
+        found = reuse.adopt(Path(self.path).expanduser(), manifest, samples) if self.path is not None else \
+            reuse.find(out, manifest, samples)
+        if found is not None:
+            reuse.link(found, out)
+        else:
+            with ShardWriter(out, manifest, int(self.runtime["shard_gib"] * GIB)) as writer:
+                self._append_missing(samples, writer)
+        shutil.copyfile(inputs["responses"] / RESPONSES, out / RESPONSES)  # whoever takes the folder has both
+        reader = ShardReader(out, manifest.tap_layers)
         try:
             gates = self._gates(samples, reader.get, reader.codec)
         finally:
@@ -103,14 +117,14 @@ class Extract(Probe):
         tokens = sum(len(sample.tokens) for sample in samples)
         size = sum(path.stat().st_size for path in (*out.glob("shard-*.bin"), reader.index.path))
         return {"gates": gates, "samples": len(samples), "tokens": tokens, "bytes": size,
-                "bytes_per_token": round(size / tokens)}
+                "bytes_per_token": round(size / tokens), "reused": None if found is None else str(found)}
 
     def _append_missing(self, samples: list[Sample], writer: ShardWriter) -> None:
         missing = [sample for sample in samples if not writer.has(sample.id)]
         if not missing:
             return
         total, left = (sum(len(sample.tokens) for sample in some) for some in (samples, missing))
-        _announce(missing, writer)
+        require_room(missing, writer)
         waiting = 0
         with self.engine.load(self.target.folder, self.target.end_ids) as engine, \
                 Progress("hidden_states", total=total, unit="tokens", start=total - left) as bar:
@@ -124,13 +138,22 @@ class Extract(Probe):
                 bar.advance(len(sample.tokens))
 
 
-def _announce(missing: list[Sample], writer: ShardWriter) -> None:
-    """One line that says what will be written, before it is computed."""
+def require_room(missing: list[Sample], writer: ShardWriter) -> None:
+    """Says in one line what will be written, before it is computed; raises where it cannot fit."""
     size, free = sum(map(writer.size, missing)), shutil.disk_usage(writer.folder).free
-    doubt = "" if size < free else (": too little, think of hidden_states.storage=float8_e4m3fn or "
-                                    "hidden_states=online")
+    if size > free:
+        raise UserError(f"the hidden states of {len(missing)} samples take {size / GIB:.3g} GiB in storage "
+                        f"{writer.codec.storage}, and {free / GIB:.3g} GiB are free in {writer.folder}: "
+                        f"{ways_out(writer.codec.storage)}; `run=[plan]` shows what fits")
     print(f"hidden_states: {len(missing)} samples to extract, {size / GIB:.3g} GiB; {free / GIB:.3g} GiB "
-          f"are free in {writer.folder}{doubt}", flush=True)
+          f"are free in {writer.folder}", flush=True)
+
+
+def ways_out(storage: str) -> str:
+    """What to set when there is no room for all states in this storage."""
+    halved = "hidden_states.storage=float8_e4m3fn for half of it, " if storage == "native" else ""
+    return (f"set {halved}hidden_states=hybrid to store what fits, hidden_states=online to store nothing, or "
+            "run_root= on another disk")
 
 
 def _samples(responses: Path) -> list[Sample]:

@@ -13,10 +13,16 @@ from trainer.records import HiddenStates, Sample
 
 class Offline(HiddenStateSource):
     """The states after `layers`, from a folder that holds these and maybe more; the others are not read.
-    `runtime.verify` says when checksums are compared: first, always, never."""
+    `runtime.verify` says when checksums are compared: first, always, never; `runtime.ahead` rows are read
+    while training goes on."""
 
     def __init__(self, folder: Path, layers: Sequence[int], runtime: dict[str, Any]) -> None:
         self.reader = ShardReader(folder, layers, runtime["verify"])
+        self._ahead = runtime["ahead"]
+
+    @property
+    def ahead(self) -> int:
+        return self._ahead
 
     def get(self, sample: Sample) -> HiddenStates:
         return self.reader.get(sample)

@@ -24,10 +24,18 @@ class Online(HiddenStateSource):
         self.stack = ExitStack()
         self.engine = self.stack.enter_context(engine.load(target.folder, target.end_ids))
 
+    @property
+    def ahead(self) -> int:
+        return self.engine.in_flight
+
     def get(self, sample: Sample) -> HiddenStates:
+        return self.codec.roundtrip(self.ask(sample), sample.loss_mask)
+
+    def ask(self, sample: Sample) -> HiddenStates:
+        """What the engine gives, before it goes through the storage."""
         states = next(iter(self.engine.hidden_states([sample.tokens], self.codec.layers)))
         self.codec.check(sample, states)
-        return self.codec.roundtrip(states, sample.loss_mask)
+        return states
 
     def close(self) -> None:
         self.stack.close()

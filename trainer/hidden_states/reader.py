@@ -68,6 +68,22 @@ class ShardReader:
             self.bytes_read += read
         return HiddenStates(taps.flatten(1), last)
 
+    def has(self, sample_id: str) -> bool:
+        """Whether a sample of this id is stored, by now."""
+        if self.index.find(sample_id) is None:
+            with self._lock:
+                self.index.refresh()
+        return self.index.find(sample_id) is not None
+
+    def holds(self, sample: Sample) -> bool:
+        """Whether exactly this sample is stored: its tokens and its mask."""
+        record = self.index.find(sample.id)
+        if record is None or record.tokens != len(sample.tokens):
+            return False
+        stored = self._fetched(record, [TOKENS, MASK], cold=False)
+        return bool((stored.section(TOKENS).numpy() == token_bytes(sample.tokens)).all()
+                    and (stored.section(MASK).numpy() == mask_bytes(sample.loss_mask)).all())
+
     def close(self) -> None:
         self._shards.clear()
 
@@ -87,11 +103,7 @@ class ShardReader:
         return self._fetched(record, [ID], cold=False).name()
 
     def _find(self, sample: Sample) -> Record:
-        record = self.index.find(sample.id)
-        if record is None:
-            with self._lock:
-                self.index.refresh()
-            record = self.index.find(sample.id)
+        record = self.index.find(sample.id) if self.has(sample.id) else None
         if record is None:
             torn = f" and a torn one ({self.index.tail})" if self.index.tail else ""
             raise UserError(f"{self.folder} has no hidden states of sample {sample.id}: expected its "

@@ -20,6 +20,10 @@ from trainer.hidden_states.shards import again, shard_numbers, shard_path
 from trainer.records import HiddenStates, Sample
 
 
+class FolderBusy(UserError):
+    """Another process is writing into the folder."""
+
+
 class ShardWriter:
     """The only writer of its folder. A sample is stored once `commit` has returned; what was appended since
     the
@@ -70,10 +74,14 @@ class ShardWriter:
         """Whether the sample is stored."""
         return self.index.find(sample_id) is not None
 
+    def pending(self, sample_id: str) -> bool:
+        """Whether the sample was appended and waits for a `commit`."""
+        return key_of(sample_id) in self._pending
+
     def size(self, sample: Sample) -> int:
         """Bytes that the sample takes on the disk, up to the next page."""
         kept = int(self.codec.kept(sample.loss_mask).sum())
-        return self._aligned(self.codec.places(len(sample.id.encode()), len(sample.tokens), kept)[-1][1])
+        return self.codec.stored_bytes(len(sample.id.encode()), len(sample.tokens), kept, self.alignment)
 
     def append(self, sample: Sample, states: HiddenStates) -> None:
         """Writes a sample behind the others; it is not stored before `commit`. Refuses states that are not
@@ -102,7 +110,7 @@ class ShardWriter:
         self._pending.clear()
 
     def _check(self, sample: Sample, states: HiddenStates) -> None:
-        known = self.has(sample.id) or key_of(sample.id) in self._pending
+        known = self.has(sample.id) or self.pending(sample.id)
         assert sample.id and not known, f"{sample.id!r} cannot be added"
         self.codec.check(sample, states)
         if bad := bad_rows(states, torch.ones(len(sample.tokens), dtype=torch.bool)):
@@ -114,7 +122,7 @@ class ShardWriter:
         try:
             fcntl.flock(self._index_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"{self.folder} is being written by another process, which holds the lock of "
+            raise FolderBusy(f"{self.folder} is being written by another process, which holds the lock of "
                             f"{index_path(self.folder).name}; expected no other writer: wait until it is "
                             "done or stop it, then run the same command") from None
 

@@ -1,0 +1,81 @@
+"""Stored hidden states that serve another run: the same target, template and samples, and all of its layers.
+
+Links, not copies: a reader follows them, a moved `run_root` keeps those that lie inside it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.errors import UserError
+from trainer.hidden_states.base import Manifest
+from trainer.hidden_states.index import index_path
+from trainer.hidden_states.reader import ShardReader
+from trainer.hidden_states.shards import shard_numbers, shard_path
+from trainer.records import Sample
+
+SHOWN = 3  # samples named in a complaint
+
+
+def find(out: Path, wanted: Manifest, samples: Sequence[Sample]) -> Path | None:
+    """A finished folder beside `out` with the wanted states of all `samples`, stored as they would be here.
+    None where `out` itself was begun already."""
+    if Manifest.path(out).exists():
+        return None
+    for folder in sorted(out.parent.iterdir()):
+        if not (folder / "stage.json").is_file() or folder.suffix == ".partial":
+            continue
+        try:
+            other = Manifest.read(folder)
+        except UserError:  # of an older format, or damaged: whoever reads it is told so
+            continue
+        same = ("target", "template", "dtype", "storage", "last_rows", "engine")
+        if any(getattr(other, name) != getattr(wanted, name) for name in same) \
+                or not set(wanted.tap_layers) <= set(other.tap_layers):
+            continue
+        if not _missing(folder, samples):
+            print(f"hidden_states: all of it is in {folder}, nothing is extracted", flush=True)
+            return folder
+    return None
+
+
+def adopt(folder: Path, wanted: Manifest, samples: Sequence[Sample]) -> Path:
+    """`folder`, if it has the wanted layers of all `samples`, of the same target and template; else raises.
+    Dtype and storage are those of the folder."""
+    if not folder.is_dir():
+        raise UserError(f"hidden_states.path={folder} does not exist: expected a folder of stored hidden "
+                        "states (manifest.json, index.bin, shard-*.bin); check the path")
+    manifest = Manifest.read(folder)
+    manifest.require(folder, layers=wanted.tap_layers, target=wanted.target, template=wanted.template)
+    if missing := _missing(folder, samples):
+        named = ", ".join([*missing[:SHOWN], *(["..."] if len(missing) > SHOWN else [])])
+        raise UserError(f"hidden_states.path={folder} lacks {len(missing)} of the {len(samples)} samples of "
+                        f"this run ({named}), or holds them with other tokens: take the samples from the "
+                        "folder with responses=stored, or leave hidden_states.path out")
+    for name in ("dtype", "storage", "last_rows"):
+        if (theirs := getattr(manifest, name)) != (ours := getattr(wanted, name)):
+            print(f"hidden_states: {Manifest.path(folder)} says {name} {theirs}, this run {ours}; the gates "
+                  "judge whether the states are good enough", flush=True)
+    return folder.resolve()
+
+
+def link(folder: Path, out: Path) -> None:
+    """Puts links to the files of `folder` into `out`."""
+    names = [Manifest.path(folder).name, index_path(folder).name,
+             *(shard_path(folder, number).name for number in shard_numbers(folder))]
+    beside = folder.parent == out.parent
+    for name in names:
+        place = out / name
+        place.unlink(missing_ok=True)
+        place.symlink_to(os.path.join("..", folder.name, name) if beside else folder / name)
+
+
+def _missing(folder: Path, samples: Sequence[Sample]) -> list[str]:
+    """Ids of the samples that are not stored, or with other tokens or another mask."""
+    reader = ShardReader(folder)
+    try:
+        return [sample.id for sample in samples if not reader.holds(sample)]
+    finally:
+        reader.close()

@@ -98,7 +98,7 @@ def manifest_of(target: Target, layers: Sequence[int], **changes: Any) -> Manife
                             "float32", "native", "supervised", "tests"), **changes)
 
 
-OFFLINE = partial(Offline, runtime={"verify": "first", "ahead": 1})  # as conf/hidden_states/offline.yaml has it
+OFFLINE = partial(Offline, runtime={"verify": "first", "ahead": 1})  # as conf/hidden_states has it
 
 
 def uneven(drafter: Drafter, seed: int = 0, scale: float = 0.15) -> Drafter:

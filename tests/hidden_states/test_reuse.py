@@ -1,0 +1,123 @@
+"""Stored states that serve another run: fewer layers, a folder from elsewhere, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stored_states import SAMPLES, contents, equal, extract, make
+from tiny import copied, states_of
+
+from trainer.errors import UserError
+from trainer.hidden_states.base import Manifest
+from trainer.hidden_states.codec import Codec
+from trainer.records import Sample
+from trainer.target import Target
+
+
+def finished(target: Target, folder: Path, layers: list[int], samples: list[Sample] = SAMPLES,
+             **changes: Any) -> dict[str, Any]:
+    """An extraction as the pipeline leaves it."""
+    record = extract(make("offline", target, layers, **changes), folder, samples)
+    (folder / "stage.json").write_text(json.dumps({"record": record}))
+    return record
+
+
+def check(target: Target, folder: Path, layers: list[int]) -> None:
+    stage = make("offline", target, layers)
+    codec = Codec.of(Manifest.read(folder), layers)
+    source = stage.source(folder=folder, layers=layers)
+    for sample, state in zip(SAMPLES, states_of(target, SAMPLES, layers), strict=True):
+        assert equal(source.get(sample), codec.roundtrip(state, sample.loss_mask))
+    source.close()
+
+
+def test_a_run_that_reads_fewer_layers_extracts_nothing(tiny_target: Target, tmp_path: Path,
+                                                        capsys: pytest.CaptureFixture[str]) -> None:
+    finished(tiny_target, tmp_path / "states/one", [0, 1, 2, 3])
+    record = finished(tiny_target, tmp_path / "states/two", [3, 1])
+    assert record["reused"] == str(tmp_path / "states/one")
+    assert "nothing is extracted" in capsys.readouterr().out
+    assert set(record["gates"]) == {"bad_rows", "top1_agreement", "cosine_layer_1", "cosine_layer_3"}
+    check(tiny_target, tmp_path / "states/two", [1, 3])
+    assert all(path.is_symlink() for path in (tmp_path / "states/two").glob("*.bin"))
+    shutil.move(tmp_path / "states", tmp_path / "moved")
+    check(tiny_target, tmp_path / "moved/two", [1, 3])
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "fewer layers": {"layers": [1, 2]},
+    "another storage": {"layers": [1, 2, 3], "storage": "float8_e4m3fn"},
+    "other rows": {"layers": [1, 2, 3], "last_rows": "all"},
+    "fewer samples": {"layers": [1, 2, 3], "samples": SAMPLES[:4]},
+    "other tokens": {"layers": [1, 2, 3], "samples": [replace(SAMPLES[0], tokens=SAMPLES[0].tokens[::-1]),
+                                                      *SAMPLES[1:]]},
+    "another mask": {"layers": [1, 2, 3], "samples": [
+        replace(SAMPLES[0], loss_mask=tuple(not flag for flag in SAMPLES[0].loss_mask)), *SAMPLES[1:]]},
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_what_does_not_fit_is_left_alone(other: str, tiny_target: Target, tmp_path: Path) -> None:
+    finished(tiny_target, tmp_path / "states/one", **OTHERS[other])
+    record = finished(tiny_target, tmp_path / "states/two", [1, 2, 3])
+    assert record["reused"] is None
+    check(tiny_target, tmp_path / "states/two", [1, 2, 3])
+
+
+def test_an_extraction_under_way_is_no_result(tiny_target: Target, tmp_path: Path) -> None:
+    finished(tiny_target, tmp_path / "states/one.partial", [1, 2, 3])
+    extract(make("offline", tiny_target, [1, 2, 3]), tmp_path / "states/three")  # without its stage.json
+    assert finished(tiny_target, tmp_path / "states/two", [1, 2, 3])["reused"] is None
+
+
+def test_what_was_begun_is_gone_on_with(tiny_target: Target, tmp_path: Path) -> None:
+    extract(make("offline", tiny_target, [1, 2]), tmp_path / "states/two", SAMPLES[:2])
+    finished(tiny_target, tmp_path / "states/one", [1, 2, 3])
+    assert extract(make("offline", tiny_target, [1, 2]), tmp_path / "states/two")["reused"] is None
+
+
+def test_a_folder_from_elsewhere(tiny_target: Target, tmp_path: Path) -> None:
+    finished(tiny_target, tmp_path / "there/states", [0, 1, 2, 3])
+    before = contents(tmp_path / "there/states")
+    record = finished(tiny_target, tmp_path / "here/states", [1, 2], path=str(tmp_path / "there/states"))
+    assert record["reused"] == str(tmp_path / "there/states")
+    check(tiny_target, tmp_path / "here/states", [1, 2])
+    assert contents(tmp_path / "there/states") == before
+
+
+def test_another_dtype_from_elsewhere_is_told_and_judged(tiny_target: Target, tmp_path: Path,
+                                                         capsys: pytest.CaptureFixture[str]) -> None:
+    finished(tiny_target, tmp_path / "there/states", [1, 2], storage="float8_e4m3fn")
+    record = finished(tiny_target, tmp_path / "here/states", [1, 2], path=str(tmp_path / "there/states"))
+    assert "says storage float8_e4m3fn, this run native; the gates judge" in capsys.readouterr().out
+    assert record["gates"]["top1_agreement"]["bound"] == 0.9
+
+
+def test_a_folder_from_elsewhere_must_fit(tiny_target: Target, tmp_path: Path) -> None:
+    there, here = tmp_path / "there/states", tmp_path / "here/states"
+
+    def adopt(target: Target = tiny_target, layers: tuple[int, ...] = (1, 2)) -> None:
+        shutil.rmtree(here, ignore_errors=True)
+        extract(make("offline", target, list(layers), path=str(there)), here)
+
+    with pytest.raises(UserError, match=f"hidden_states.path={there} does not exist"):
+        adopt()
+    finished(tiny_target, there, [1, 2], SAMPLES[1:])
+    with pytest.raises(UserError, match=r"lacks 1 of the 5 samples of this run \(s0\).*responses=stored"):
+        adopt()
+    shutil.rmtree(there)
+    finished(tiny_target, there, [1, 2])
+    with pytest.raises(UserError, match=r"reads layers \[1, 3\] .* hold layers \[1, 2\]"):
+        adopt(layers=(1, 3))
+    other = copied(tiny_target, tmp_path / "other",
+                   lambda tensors: [each.add_(1) for each in tensors.values()])
+    with pytest.raises(UserError, match=f"another target: expected {other.identity}, found"):
+        adopt(other)
+    (there / "manifest.json").unlink()
+    with pytest.raises(UserError, match="manifest.json is missing or not readable"):
+        adopt()

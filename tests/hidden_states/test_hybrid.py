@@ -28,8 +28,8 @@ def opened(target: Target, folder: Path, layers: list[int], **runtime: Any) -> M
     if not folder.exists():
         extract(stage, folder)
     make_source: partial[Hybrid] = stage.source
-    given = make_source.keywords["runtime"] | runtime
-    source = partial(make_source.func, **make_source.keywords | {"runtime": given})(folder=folder, layers=layers)
+    given = make_source.keywords | {"runtime": make_source.keywords["runtime"] | runtime}
+    source = make_source.func(folder=folder, layers=layers, **given)
     asked: list[Any] = []
     real = source.online.engine.hidden_states
     source.online.engine.hidden_states = lambda rows, wanted: asked.extend(rows) or real(rows, wanted)

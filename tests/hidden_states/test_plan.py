@@ -75,7 +75,7 @@ def test_a_run_that_cannot_fit_is_refused_before_it_starts(tiny_target: Target, 
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("trainer.hidden_states.extract.shutil.disk_usage", lambda folder: usage)
     monkeypatch.setattr(stage.engine, "hidden_states", lambda *given: pytest.fail("nothing may be computed"))
-    with pytest.raises(UserError, match="of 5 samples take .* GiB in storage native, and .* are free in .*: set "
+    with pytest.raises(UserError, match="5 samples take .* GiB in storage native, and .* are free in .*: set "
                                         "hidden_states.storage=float8_e4m3fn .*hidden_states=hybrid"):
         extract(stage, tmp_path / "states")
 

@@ -107,13 +107,19 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk(home: Home, small_disk: Path) -> None:
+    """What cannot fit is refused before it is begun; what fills the disk all the same loses nothing."""
     home.root = small_disk / "runs"
-    settings = [*ALONE, *COMMITS, "run=[prompts,responses,hidden_states]"]
+    settings = [*ALONE, *COMMITS, "run=[prompts,responses,hidden_states,train]"]
     home.call(*settings, expected=2)
     line = told(2, home.out, home.err)
-    assert "the disk is full: stage 'hidden_states'" in line and str(small_disk) in line
+    assert "samples take" in line and "set hidden_states.storage=float8_e4m3fn" in line
     kept = (home.stage("responses") / "responses.jsonl").read_bytes()
-    written = home.parts("hidden_states")
+    assert home.parts("hidden_states") == 0
+    # room for the states, and none for a checkpoint
+    subprocess.run(["mount", "-o", "remount,size=2300k", str(small_disk)], check=True)
+    home.call(*settings, expected=2)
+    line = told(2, home.out, home.err)
+    assert "the disk is full: stage 'train'" in line and str(small_disk) in line
     subprocess.run(["mount", "-o", "remount,size=50m", str(small_disk)], check=True)
-    check_went_on(home.call(*settings), "hidden_states")
-    assert written > 0 and (home.stage("responses") / "responses.jsonl").read_bytes() == kept
+    check_went_on(home.call(*settings), "train")
+    assert (home.stage("responses") / "responses.jsonl").read_bytes() == kept

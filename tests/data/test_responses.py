@@ -132,7 +132,7 @@ def test_a_file_cut_anywhere_keeps_whole_groups_and_is_finished_alike(tmp_path: 
 def test_a_prompt_without_room_is_an_error_or_dropped_and_counted(talkative: Target, tmp_path: Path) -> None:
     inputs = prompts(tmp_path, [{"id": "short", "turns": ["a"]}, {"id": "long", "turns": ["b" * 100]}])
     with pytest.raises(UserError,
-                       match=r"prompt long has 1\d\d tokens, .* engine.max_length=80; .*too_long=drop"):
+                       match=r"prompt long has 1\d\d tokens, .* target_engine.max_length=80; .*=drop"):
         ask(talkative, inputs, tmp_path / "out", max_length=80)
     record, rows = ask(talkative, inputs, tmp_path / "out", max_length=80, too_long="drop")
     assert record["dropped"] == 1 and record["dropped_ids"] == ["long"]

@@ -275,7 +275,7 @@ class TestBadFiles:
             found = asked.hidden_states(ROWS, TAPS)
             next(found)
             peer.act = lambda number, body: shutil.rmtree(shared, ignore_errors=True)
-            with pytest.raises(UserError, match="cannot be read|did not appear|No such file"):
+            with pytest.raises(UserError, match="cannot be read|did not appear|was removed|does not answer"):
                 list(found)
 
 
@@ -316,6 +316,20 @@ class TestPatience:
             peer.http.server_close()
             with pytest.raises(UserError, match="patience_s=0.6 s: .*does not answer .*run the same command"):
                 list(found)
+
+    def test_a_server_that_is_gone_before_it_wrote(self, target: Path, peer: Peer) -> None:
+        """It answered, then neither file nor health; when it is back, the row is asked for again."""
+        turns = iter([False] * 4 + [True])
+
+        def lose_one(path: Path) -> None:
+            if next(turns, False):
+                path.unlink()
+                peer.health = 503
+                threading.Timer(0.5, setattr, (peer, "health", 200)).start()
+
+        peer.spoil = lose_one
+        assert same(ask(engine(target, peer, patience_s=30, file_wait_s=0.2)), ROWS, TAPS)
+        assert len(peer.seen) == 1 + len(ROWS) + 1
 
     def test_another_server_takes_over(self, target: Path, peer: Peer, shared: Path) -> None:
         with Peer(shared) as second:

@@ -85,7 +85,7 @@ class Stopped(Offline):
     left = 0
 
     def __init__(self, folder: Path, layers: Sequence[int]) -> None:
-        super().__init__(folder, layers, {"verify": "first"})
+        super().__init__(folder, layers, {"verify": "first", "ahead": 0})
 
     def get(self, sample: Sample) -> Any:
         Stopped.left -= 1

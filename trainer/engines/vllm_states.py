@@ -25,6 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from trainer.engines.vllm_client import ServerLost
 from trainer.engines.vllm_server import RunningServer, VllmServer
 from trainer.errors import UserError
 from trainer.records import HiddenStates
@@ -181,6 +182,9 @@ class StatesReader:
             if (death := server.death()) is not None:
                 raise death
             if time.monotonic() > deadline:
+                if not await asyncio.to_thread(server.client.healthy):
+                    raise ServerLost(f"the server at {server.url} was lost before it wrote {path}: see its "
+                                     "log, start it and run the same command again.")
                 raise UserError(f"{path} did not appear within target_engine.runtime.file_wait_s="
                                 f"{self.wait_s:g} s after the answer of {server.url}: see that the server "
                                 "writes to this very folder (target_engine.runtime.shared_folder), or raise "
@@ -209,6 +213,9 @@ class StatesReader:
             with safe_open(path, "pt") as file:
                 described = {name: json.loads(text) for name, text in (file.metadata() or {}).items()}
                 states, ids = file.get_tensor("states"), file.get_tensor("tokens")
+        except FileNotFoundError as error:
+            raise ServerLost(f"{path} was removed before it was read, as by a server that stops: see that it "
+                             "runs, and run the same command again.") from error
         except (OSError, SafetensorError, ValueError) as error:
             raise _bad(path, f"is torn or no file of the connector ({error})") from error
         expected = (facts.rows, len(facts.layers), facts.hidden_size)

@@ -232,7 +232,7 @@ def test_started_killed_and_started_again(target: Target, rows: list[list[int]],
         next(states)
         kill_worker(second)
         with pytest.raises(UserError, match=r"not come back within target_engine.runtime.patience_s=3 s: the "
-                           r"vLLM server ended with .*speculator_trainer_states.*states-\d\.log.* run the"):
+                           r"vLLM server ended with .*speculator_trainer_states.*states-\d+\.log.* run the"):
             list(states)
     for group in (first, second):
         assert vllm_process.members(group) == [], "whatever happened, nothing is left running"

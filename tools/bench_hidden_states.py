@@ -34,7 +34,7 @@ from trainer.errors import UserError  # noqa: E402
 from trainer.hidden_states.base import Manifest  # noqa: E402
 from trainer.hidden_states.codec import HEAD, Codec  # noqa: E402
 from trainer.hidden_states.index import Record  # noqa: E402
-from trainer.hidden_states.mapped import ID, MASK, TOKENS, Shard, Stored  # noqa: E402
+from trainer.hidden_states.mapped import ID, Shard, Stored  # noqa: E402
 from trainer.hidden_states.reader import ShardReader  # noqa: E402
 from trainer.hidden_states.shards import GIB, shard_path  # noqa: E402
 from trainer.hidden_states.writer import ShardWriter  # noqa: E402
@@ -75,23 +75,26 @@ def stored_samples(reader: ShardReader) -> tuple[list[Sample], list[Stored]]:
     found = [stored(record) for record in reader.index]
     samples = []
     for each in found:
-        each.fetch([ID, TOKENS, MASK], cold=False)
+        each.fetch([(ID, len(each.places) - 1)], cold=False)
         samples.append(Sample(each.name(), tuple(each.tokens().tolist()), tuple(each.mask().tolist())))
     return samples, found
 
 
 def read_arms(folder: Path, order: list[int], samples: list[Sample], stored: list[Stored]) -> dict[str, Arm]:
     """What is timed; each goes once through all samples. The copy is one call for the layers and one for the
-    last state, into as many buffers as a reader makes."""
+    kept rows of the last state, into buffers as large as a reader makes them."""
     layers = range(len(HEAD), len(stored[0].places) - 1)
-    parts = [(each.span(layers.start, layers.stop - 1).numpy(), each.section(layers.stop).numpy())
+    parts = [(each.span(layers.start, layers.stop - 1).numpy(), each.span(layers.stop, layers.stop).numpy())
              for each in stored]
+    row = parts[0][0].nbytes // len(samples[0].tokens) // len(layers)
+    sizes = [(len(part), len(sample.tokens) * row) for (part, _), sample in zip(parts, samples, strict=True)]
     kept = ShardReader(folder, verify="never")
 
     def copy() -> None:
         for number in order:
-            for part in parts[number]:
-                np.copyto(torch.empty(len(part), dtype=torch.uint8).numpy(), part)
+            states, last = (torch.empty(size, dtype=torch.uint8).numpy() for size in sizes[number])
+            np.copyto(states, parts[number][0])
+            np.copyto(last[:len(parts[number][1])], parts[number][1])
 
     def read(reader: ShardReader) -> None:
         for number in order:

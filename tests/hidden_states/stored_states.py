@@ -4,7 +4,6 @@ that one of them made, and ways to spoil it."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,7 +95,7 @@ def change(folder: Path, sample_id: str, section: str, edit: Callable[[bytearray
     if sealed:
         sums = list(record.checksums)
         sums[number] = xxh3_64_intdigest(bytes(part))
-        records = [replace(each, checksums=tuple(sums)) if each.key == record.key else each for each in index]
+        records = [each._replace(checksums=tuple(sums)) if each.key == record.key else each for each in index]
         index_path(folder).write_bytes(b"".join(map(index.pack, records)))
     return path
 

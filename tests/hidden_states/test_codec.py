@@ -41,14 +41,17 @@ def decoded(codec: Codec, sample: Sample, states: HiddenStates) -> HiddenStates:
     stored = torch.zeros(places[-1][1], dtype=torch.uint8)
     for (start, end), section in zip(places, sections, strict=True):
         assert end - start == len(section) and section.dtype == np.uint8
-        stored[start:end] = torch.from_numpy(section)
+        stored[start:end] = torch.from_numpy(section.copy())
     taps = torch.empty(len(sample.tokens), len(codec.layers), codec.hidden, dtype=codec.dtype)
     last = torch.zeros(len(sample.tokens), codec.hidden, dtype=codec.dtype)
     for place, (start, end) in enumerate(places[3:-1]):
-        codec.decode(stored[start:end], taps[:, place])
-    rows = torch.empty(int(kept.sum()), codec.hidden, dtype=codec.dtype)
+        codec.decode(stored[start:end], taps[:, place:place + 1])
+    together = torch.empty_like(taps)
+    codec.decode(stored[places[3][0]:places[-2][1]], together)
+    assert torch.equal(together, taps), "sections that follow each other in one call"
+    rows = torch.empty(int(kept.sum()), 1, codec.hidden, dtype=codec.dtype)
     codec.decode(stored[slice(*places[-1])], rows)
-    last[kept] = rows
+    last[kept] = rows[:, 0]
     return HiddenStates(taps.flatten(1), last)
 
 
@@ -122,6 +125,18 @@ def test_a_scale_is_the_smallest_that_does_not_overflow(largest: float) -> None:
     assert float(scales) >= largest / 448 * (1 - 2.0 ** -23)
     below = (scales.view(torch.int16) - 1).view(torch.bfloat16)
     assert float(below) < largest / 448 * (1 + 2.0 ** -23)
+
+
+@pytest.mark.parametrize("hidden", [1, 3, 4])
+def test_every_code_has_its_value(hidden: int) -> None:
+    """By the table and by PyTorch, whatever is beside it."""
+    codes = torch.arange(256, dtype=torch.uint8).repeat(hidden).reshape(hidden, 256).t().contiguous()
+    codes = codes.view(torch.float8_e4m3fn)[:255]  # an odd number of codes for some
+    expected = codes.float()
+    found = dequantize(torch.ones(255).bfloat16(), codes, torch.empty(255, hidden))
+    assert torch.equal(found.nan_to_num(999), expected.nan_to_num(999))
+    found = dequantize(torch.full((255,), 0.5).bfloat16(), codes, torch.empty(255, hidden).bfloat16())
+    assert torch.equal(found.float().nan_to_num(999), (expected / 2).nan_to_num(999))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

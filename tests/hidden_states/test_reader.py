@@ -153,7 +153,7 @@ AUDITED: dict[str, tuple[str, Callable[[bytearray], None], bool, str]] = {
                                          "found"),
     "negative tokens": ("tokens", fill(8, 12, b"\xff"), True,
                         "sample s2: 1 token ids are negative: expected 0, found 1"),
-    "another mask": ("mask", fill(0, 8, mask_bytes([True] * 57).tobytes()), True,
+    "another mask": ("mask", fill(0, 8, mask_bytes([True] * 57)), True,
                      "sample s2: section 'last' does not fit the mask: expected 56 rows, found 49"),
     "a row of zeros": ("last", fill(0, 256, b"\0"), True,
                        "sample s2: section 'last' holds rows that are all zero or not finite: expected none, "

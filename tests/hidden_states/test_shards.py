@@ -155,17 +155,28 @@ def test_states_of_another_mask(cache: Path) -> None:
 
 def test_tokens_that_a_faulty_writer_stored(cache: Path) -> None:
     tokens = (*SAMPLES[1].tokens[:-1], 319)
-    change(cache, "s1", "tokens", fill(0, 92, token_bytes(tokens).tobytes()), sealed=True)
+    change(cache, "s1", "tokens", fill(0, 92, token_bytes(tokens)), sealed=True)
     refused(cache, SAMPLES[1], f"holds other tokens than sample s1: expected {SAMPLES[1].tokens[-1]} at "
                                "position 22, found 319;")
 
 
 def test_a_record_whose_length_does_not_fit(cache: Path) -> None:
     index = index_of(cache)
-    records = [replace(each, tokens=each.tokens + 9) if number == 2 else each
+    records = [each._replace(tokens=each.tokens + 9) if number == 2 else each
                for number, each in enumerate(index)]
     index_path(cache).write_bytes(b"".join(map(index.pack, records)))
     refused(cache, SAMPLES[2], r"the record of a sample with 66 tokens names \d+ bytes, expected \d+;")
+
+
+def test_rows_of_the_last_state_that_a_faulty_writer_left_out(cache: Path) -> None:
+    """Stored with the mask of the sample, but for another choice of rows."""
+    index = index_of(cache)
+    record = index.find("s2")
+    shorter = record._replace(last=40, length=record.length - 9 * WIDTH["native"])
+    index_path(cache).write_bytes(b"".join(index.pack(shorter if each.key == record.key else each)
+                                           for each in index))
+    refused(cache, SAMPLES[2], "sample s2: section 'last' does not fit the mask: expected 49 rows, found 40;",
+            verify="never")
 
 
 def test_wrong_layers_target_and_template(cache: Path, tiny_target: Target) -> None:

@@ -9,13 +9,12 @@ stopped there, or is at work. Reading never changes the file.
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
 from trainer.errors import UserError
 from trainer.hidden_states.shards import again
@@ -24,8 +23,7 @@ KEY_BYTES = 16
 CHECKSUM_BYTES = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """Where one sample lies and what its sections must hash to; `offset` and `length` in bytes."""
 
     key: bytes
@@ -99,9 +97,8 @@ class Index:
         return body + xxh3_64_intdigest(body).to_bytes(CHECKSUM_BYTES, "little")
 
     def _unpack(self, place: int) -> Record:
-        key, shard, id_bytes, tokens, last, offset, length, *checksums = self._form.unpack_from(self._records,
-                                                                                                place)
-        return Record(key, shard, id_bytes, tokens, last, offset, length, tuple(checksums))
+        fields = self._form.unpack_from(self._records, place)
+        return Record(*fields[:7], fields[7:])
 
     def _read_from(self, start: int) -> bytes:
         try:
@@ -126,7 +123,7 @@ def index_path(folder: Path) -> Path:
 
 
 def key_of(sample_id: str) -> bytes:
-    return hashlib.sha256(sample_id.encode()).digest()[:KEY_BYTES]
+    return xxh3_128_digest(sample_id.encode())
 
 
 def _checksum(record: bytes) -> int:

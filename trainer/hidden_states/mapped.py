@@ -11,8 +11,7 @@ import errno
 import mmap
 import os
 import warnings
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,10 +26,11 @@ from trainer.hidden_states.shards import again
 
 POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14; what does not know it says EINVAL
 ID, TOKENS, MASK = range(len(HEAD))
+Run = tuple[int, int]  # sections that follow each other, the first and the last
 
 
 class Shard:
-    """A file mapped for reading; `bytes` [size] uint8 lies over the same memory and must not be written."""
+    """A file mapped for reading: as memory, and as a tensor [size] uint8 over it that must not be written."""
 
     def __init__(self, path: Path, least: int) -> None:
         """`least` is how many bytes the file must have."""
@@ -45,9 +45,10 @@ class Shard:
             self.memory = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
         finally:
             os.close(file)
+        self.view = memoryview(self.memory)
         with warnings.catch_warnings():  # torch cannot know that nobody writes into this tensor
             warnings.simplefilter("ignore", UserWarning)
-            self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
+            self.tensor = torch.frombuffer(self.memory, dtype=torch.uint8)
 
     def fetch(self, start: int, end: int, cold: bool) -> None:
         """Makes the bytes from `start` to `end` safe to touch; where they are probably `cold`, the disk is
@@ -72,45 +73,47 @@ class Shard:
 class Stored:
     """One sample inside a mapped shard."""
 
-    def __init__(self, shard: Shard, record: Record, codec: Codec) -> None:
-        """`codec` has all the layers that are stored."""
+    def __init__(self, shard: Shard, record: Record, codec: Codec,
+                 places: list[tuple[int, int]] | None = None) -> None:
+        """`codec` has all the layers that are stored; `places` are those of an earlier reading."""
         self.shard, self.record, self.codec = shard, record, codec
-        self.places = codec.places(record.id_bytes, record.tokens, record.last)
+        self.places = places or codec.places(record.id_bytes, record.tokens, record.last)
         if record.length != self.places[-1][1]:
             raise UserError(f"{shard.path}: the record of a sample with {record.tokens} tokens names "
                             f"{record.length} bytes, expected {self.places[-1][1]}; "
                             f"{again(shard.path.parent)}")
 
-    def fetch(self, sections: Sequence[int], cold: bool) -> None:
-        """Makes sections safe to touch, neighbours in one call; `sections` ascend."""
-        for _, run in groupby(enumerate(sections), lambda each: each[1] - each[0]):  # numbers that follow
-            numbers = [number for _, number in run]
-            start, end = self.places[numbers[0]][0], self.places[numbers[-1]][1]
+    def fetch(self, runs: Sequence[Run], cold: bool) -> None:
+        """Makes sections safe to touch, those that follow each other in one call."""
+        for first, last in runs:
+            start, end = self.places[first][0], self.places[last][1]
             if end > start:
                 self.shard.fetch(self.record.offset + start, self.record.offset + end, cold)
 
-    def section(self, number: int) -> Tensor:
-        """The bytes of a section, [size] uint8, in the mapped memory."""
-        return self.span(number, number)
+    def section(self, number: int) -> memoryview:
+        """The bytes of a section, in the mapped memory."""
+        start, end = self.places[number]
+        return self.shard.view[self.record.offset + start:self.record.offset + end]
 
     def span(self, first: int, last: int) -> Tensor:
-        """The bytes from the start of one section to the end of another."""
+        """The bytes from the start of one section to the end of another, [size] uint8, likewise."""
         start, end = self.places[first][0], self.places[last][1]
-        return self.shard.bytes[self.record.offset + start:self.record.offset + end]
+        return self.shard.tensor[self.record.offset + start:self.record.offset + end]
 
-    def require_sound(self, number: int, sample_id: str) -> None:
-        if fault := self.fault(number):
-            raise UserError(f"{self.shard.path}, sample {sample_id}: {fault}; "
-                            f"{again(self.shard.path.parent)}")
+    def require_sound(self, numbers: Iterable[int], sample_id: str) -> None:
+        """Raises for the first section whose checksum or rows are wrong."""
+        for number in numbers:
+            if fault := self.fault(number):
+                raise UserError(f"{self.shard.path}, sample {sample_id}: {fault}; "
+                                f"{again(self.shard.path.parent)}")
 
     def fault(self, number: int) -> str:
         """What is wrong with a section: its checksum or its rows; "" when nothing is."""
-        raw, name = self.section(number), self.codec.sections[number]
-        expected, found = self.record.checksums[number], xxh3_64_intdigest(raw.numpy())
-        if found != expected:
+        name, expected = self.codec.sections[number], self.record.checksums[number]
+        if (found := xxh3_64_intdigest(self.section(number))) != expected:
             return f"section '{name}' is damaged: expected checksum {expected:016x}, found {found:016x}"
         rows = self.record.last if name == "last" else self.record.tokens
-        if number >= len(HEAD) and (bad := self.codec.unsound(raw, rows)):
+        if number >= len(HEAD) and (bad := self.codec.unsound(self.span(number, number), rows)):
             return (f"section '{name}' holds rows that are all zero or not finite: expected none, found "
                     f"{bad} of {rows}")
         return ""
@@ -119,7 +122,7 @@ class Stored:
         """The sample's id as it is stored, or its key where that is damaged."""
         if self.fault(ID):
             return f"of key {self.record.key.hex()}"
-        return self.section(ID).numpy().tobytes().decode(errors="replace")
+        return bytes(self.section(ID)).decode(errors="replace")
 
     def contradictions(self) -> Iterator[str]:
         """In what the sound sections of a sample contradict its record."""
@@ -132,8 +135,19 @@ class Stored:
             yield f"section 'last' does not fit the mask: expected {kept} rows, found {self.record.last}"
 
     def tokens(self) -> np.ndarray:
-        return self.section(TOKENS).numpy().view("<i4")
+        return np.frombuffer(self.section(TOKENS), dtype="<i4")
 
     def mask(self) -> np.ndarray:
-        bits = np.unpackbits(self.section(MASK).numpy(), count=self.record.tokens, bitorder="little")
-        return bits.astype(bool)
+        packed = np.frombuffer(self.section(MASK), dtype=np.uint8)
+        return np.unpackbits(packed, count=self.record.tokens, bitorder="little").astype(bool)
+
+
+def runs_of(numbers: Iterable[int]) -> list[Run]:
+    """Ascending numbers of sections, as runs."""
+    runs: list[Run] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1] = (runs[-1][0], number)
+        else:
+            runs.append((number, number))
+    return runs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from trainer.errors import UserError
 from trainer.hidden_states.base import Manifest
 from trainer.hidden_states.codec import HEAD, Codec, mask_bytes, token_bytes
 from trainer.hidden_states.index import Index, Record
-from trainer.hidden_states.mapped import ID, MASK, TOKENS, Shard, Stored
+from trainer.hidden_states.mapped import ID, MASK, TOKENS, Shard, Stored, runs_of
 from trainer.hidden_states.shards import again, shard_path
 from trainer.records import HiddenStates, Sample
 
@@ -22,11 +22,20 @@ Verify = Literal["first", "always", "never"]
 MAPPED = 256  # shards that are mapped at once: each takes a file descriptor
 
 
+class _Known(NamedTuple):
+    """A sample that was read before. Its tuples cannot change, so the same ones need no second comparison."""
+
+    tokens: tuple[int, ...]
+    mask: tuple[bool, ...]
+    record: Record
+    places: list[tuple[int, int]]
+
+
 class ShardReader:
     """Random access by sample. `layers` are those to give, ascending (None: all that are stored); the others
     are not read. `verify` says when checksums and rows are checked: at the `first` reading of a sample by
-    this reader, `always`, or `never`; lengths, tokens and mask are checked at every reading. Threads share
-    one reader; `bytes_read` counts the bytes of the sections that were read."""
+    this reader, `always`, or `never`; lengths, tokens and mask are always checked. Threads share one reader;
+    `bytes_read` counts the bytes of the sections that were read."""
 
     def __init__(self, folder: Path, layers: Sequence[int] | None = None, verify: Verify = "first") -> None:
         if verify not in get_args(Verify):
@@ -37,36 +46,64 @@ class ShardReader:
         self.manifest.require(folder, layers=layers or ())
         self.codec, self.stored = Codec.of(self.manifest, layers), Codec.of(self.manifest)
         names = self.stored.sections
-        self._rows = [names.index(name) for name in self.codec.sections[len(HEAD):]]
+        *layers, last = map(names.index, self.codec.sections[len(HEAD):])
+        self._layers, self._last = runs_of(layers), last
+        self._numbers = [TOKENS, MASK, *layers, last]
+        self._wanted = runs_of(self._numbers)
         self.index = Index(folder, len(names))
         self.bytes_read = 0
-        self._seen: set[bytes] = set()
+        self._known: dict[str, _Known] = {}
         self._shards: dict[int, Shard] = {}
         self._lock = threading.Lock()
 
     def get(self, sample: Sample) -> HiddenStates:
         """The states of a sample; raises when they are not there, not whole, or of other tokens."""
-        record = self._find(sample)
-        first = record.key not in self._seen
-        due = self.verify == "always" or (self.verify == "first" and first)
-        wanted = [TOKENS, MASK, *self._rows]
-        stored = self._fetched(record, wanted, cold=first)
-        self._compare(stored, sample)
-        codec, tokens = self.codec, record.tokens
+        known = self._known.get(sample.id)
+        if known is None or known.tokens is not sample.tokens or known.mask is not sample.loss_mask \
+                or self.verify == "always":
+            stored = self._checked(sample, new=known is None)
+        else:
+            stored = Stored(self._shard(known.record), known.record, self.stored, known.places)
+            stored.fetch(self._wanted, cold=False)
+        codec, tokens = self.codec, stored.record.tokens
         taps = torch.empty(tokens, len(codec.layers), codec.hidden, dtype=codec.dtype)
-        last = torch.zeros(tokens, codec.hidden, dtype=codec.dtype)
-        for place, number in enumerate(self._rows):
-            if due:
-                stored.require_sound(number, sample.id)
-            if place < len(codec.layers):
-                codec.decode(stored.section(number), taps[:, place])
-            else:
-                _scatter(codec, stored.section(number), codec.kept(sample.loss_mask), last)
-        read = sum(end - start for start, end in map(stored.places.__getitem__, wanted))
+        place = 0
+        for first, last in self._layers:
+            after = place + last + 1 - first
+            codec.decode(stored.span(first, last), taps[:, place:after])
+            place = after
+        states = HiddenStates(taps.flatten(1), self._last_state(stored, sample).flatten(1))
+        read = sum(end - start for start, end in map(stored.places.__getitem__, self._numbers))
         with self._lock:
-            self._seen.add(record.key)
             self.bytes_read += read
-        return HiddenStates(taps.flatten(1), last)
+        return states
+
+    def _checked(self, sample: Sample, new: bool) -> Stored:
+        """The sample where it lies, after every check that is due; `new` when it was not read before."""
+        record = self._find(sample)
+        stored = Stored(self._shard(record), record, self.stored)
+        stored.fetch(self._wanted, cold=new)
+        self._compare(stored, sample)
+        if self.verify == "always" or (self.verify == "first" and new):
+            stored.require_sound(self._numbers, sample.id)
+        self._known[sample.id] = _Known(sample.tokens, sample.loss_mask, record, stored.places)
+        return stored
+
+    def _last_state(self, stored: Stored, sample: Sample) -> Tensor:
+        """The last state [tokens, 1, hidden], zeros where it is not kept. Rows that lie side by side, as in
+        an answer of one turn, take one copy."""
+        codec, count, raw = self.codec, stored.record.last, stored.span(self._last, self._last)
+        out = torch.zeros(stored.record.tokens, 1, codec.hidden, dtype=codec.dtype)
+        if not count:
+            return out
+        start = 0 if codec.last_rows == "all" else sample.loss_mask.index(True, 1) - 1
+        if codec.last_rows == "all" or all(sample.loss_mask[start + 1:start + 1 + count]):
+            codec.decode(raw, out[start:start + count])
+        else:
+            packed = torch.empty(count, 1, codec.hidden, dtype=codec.dtype)
+            codec.decode(raw, packed)
+            out[codec.kept(sample.loss_mask)] = packed
+        return out
 
     def has(self, sample_id: str) -> bool:
         """Whether a sample of this id is stored, by now."""
@@ -90,7 +127,8 @@ class ShardReader:
     def faults(self, record: Record) -> Iterator[str]:
         """Everything that is wrong with a stored sample, each as a sentence that names it."""
         try:
-            stored = self._fetched(record, range(len(self.stored.sections)), cold=True)
+            stored = Stored(self._shard(record), record, self.stored)
+            stored.fetch([(ID, len(stored.places) - 1)], cold=True)
         except UserError as error:
             yield str(error)
             return
@@ -100,7 +138,9 @@ class ShardReader:
 
     def name(self, record: Record) -> str:
         """The id of a stored sample."""
-        return self._fetched(record, [ID], cold=False).name()
+        stored = Stored(self._shard(record), record, self.stored)
+        stored.fetch([(ID, ID)], cold=False)
+        return stored.name()
 
     def _find(self, sample: Sample) -> Record:
         record = self.index.find(sample.id) if self.has(sample.id) else None
@@ -111,16 +151,14 @@ class ShardReader:
                             f"{again(self.folder)}")
         return record
 
-    def _fetched(self, record: Record, sections: Sequence[int], cold: bool) -> Stored:
+    def _shard(self, record: Record) -> Shard:
         shard = self._shards.get(record.shard)
-        if shard is None or len(shard.bytes) < record.end:
+        if shard is None or len(shard.view) < record.end:
             with self._lock:
                 shard = self._shards[record.shard] = Shard(shard_path(self.folder, record.shard), record.end)
                 if len(self._shards) > MAPPED:  # whoever still copies from the oldest one keeps it alive
                     self._shards.pop(next(iter(self._shards)))
-        stored = Stored(shard, record, self.stored)
-        stored.fetch(sections, cold)
-        return stored
+        return shard
 
     def _compare(self, stored: Stored, sample: Sample) -> None:
         """Raises unless the stored tokens and mask are those of the sample; says which of the two is at
@@ -128,29 +166,17 @@ class ShardReader:
         same = stored.record.tokens == len(sample.tokens)
         for number, word, own in ((TOKENS, "tokens", token_bytes(sample.tokens)),
                                   (MASK, "mask", mask_bytes(sample.loss_mask))):
-            if same and (stored.section(number).numpy() == own).all():
+            if same and bytes(stored.section(number)) == own:
                 continue
-            stored.require_sound(number, sample.id)
+            stored.require_sound([number], sample.id)
             pair = (sample.tokens, stored.tokens().tolist()) if word == "tokens" else \
                 (sample.loss_mask, stored.mask().tolist())
             expected, found = _difference(*pair)
             raise UserError(f"{stored.shard.path} holds other {word} than sample {sample.id}: expected "
                             f"{expected}, found {found}; {again(self.folder)}")
-
-
-def _scatter(codec: Codec, raw: Tensor, kept: Tensor, last: Tensor) -> None:
-    """Puts the stored rows of the last state into the kept rows of `last`; by one copy where those lie side
-    by side, as in an answer of one turn."""
-    rows = kept.nonzero().flatten()
-    if not len(rows):
-        return
-    start, end = int(rows[0]), int(rows[-1]) + 1
-    if end - start == len(rows):
-        codec.decode(raw, last[start:end])
-    else:
-        packed = torch.empty(len(rows), codec.hidden, dtype=codec.dtype)
-        codec.decode(raw, packed)
-        last.index_copy_(0, rows, packed)
+        if (kept := int(self.stored.kept(sample.loss_mask).sum())) != stored.record.last:
+            raise UserError(f"{stored.shard.path}, sample {sample.id}: section 'last' does not fit the mask: "
+                            f"expected {kept} rows, found {stored.record.last}; {again(self.folder)}")
 
 
 def _difference(expected: Sequence[object], found: Sequence[object]) -> tuple[str, str]:

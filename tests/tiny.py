@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 import yaml
+from hydra.utils import get_class, instantiate
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from trainer.architectures import losses
 from trainer.architectures.base import Drafter
 from trainer.architectures.dflash import DFlash
 from trainer.engines.transformers import TransformersEngine
@@ -111,16 +113,39 @@ def uneven(drafter: Drafter, seed: int = 0, scale: float = 0.15) -> Drafter:
     return drafter
 
 
+def objective(*terms: str, gamma: float | None = 7.0) -> losses.Objective:
+    """The terms by the names that they have in logs, each with weight 1."""
+    kinds = {kind.name: kind for kind in (losses.CrossEntropy, losses.ForwardKL, losses.TotalVariation,
+                                          losses.NegativeLogAcceptance, losses.LK)}
+    return losses.Objective([kinds[name]() for name in terms], losses.Exponential(gamma))
+
+
 def dflash(target: Target, counts: Tensor | None = None, **settings: Any) -> DFlash:
     """DFlash as conf/drafter/dflash.yaml has it, small."""
-    return build_drafter(make_dflash(**settings), target,
+    return small(target, "dflash", counts, **settings)
+
+
+def small(target: Target, name: str, counts: Tensor | None = None, **settings: Any) -> Any:
+    """The drafter of conf/drafter/<name>.yaml, small."""
+    return build_drafter(make_small(name, **settings), target,
                          torch.arange(320).flip(0) if counts is None else counts)
 
 
 def make_dflash(**settings: Any) -> partial[DFlash]:
-    node = yaml.safe_load((Path(__file__).parents[1] / "conf/drafter/dflash.yaml").read_text())
-    small = {"layers": 2, "block_size": 5, "anchors": 24, "tap_layers": [1, 2], "draft_vocab_size": 280,
-             "seed": 3, "attention": "reference", "loss_chunk": 10_000}
-    assert set(small) | set(settings) <= set(node)
-    settings = {key: value for key, value in (node | small | settings).items() if key[0] != "_"}
-    return partial(DFlash, **settings)
+    return make_small("dflash", **settings)
+
+
+def make_small(name: str, **settings: Any) -> partial[Any]:
+    node = yaml.safe_load((Path(__file__).parents[1] / f"conf/drafter/{name}.yaml").read_text())
+    given = {"layers": 2, "block_size": 5, "steps": 4, "anchors": 24, "tap_layers": [1, 2],
+             "draft_vocab_size": 280, "markov_rank": 6, "selector_rank": 6, "selector_top_k": 5, "seed": 3,
+             "attention": "reference", "loss_chunk": 10_000}
+    assert set(settings) <= set(node)
+    kind = get_class(node["_target_"])
+    kept = {key: value for key, value in node.items() if key[0] != "_"}
+    kept |= {key: value for key, value in given.items() if key in node} | settings
+    if isinstance(kept["objective"], str):
+        kept["objective"] = objective(kept["objective"])
+    elif isinstance(kept["objective"], dict):
+        kept["objective"] = instantiate(kept["objective"], _convert_="all")
+    return partial(kind, **kept)

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from hydra.utils import get_class
+from tiny import small
 
 from trainer.architectures.base import Drafter
 from trainer.data.packing import collate
@@ -21,20 +20,16 @@ from trainer.export.formats import FORMATS, Serving
 from trainer.records import Batch, Sample
 from trainer.target import Target
 from trainer.target_head import load_target_head
-from trainer.training.build import build_drafter
 
 DRAFTERS = sorted(path.stem for path in (Path(__file__).parents[2] / "conf/drafter").glob("*.yaml"))
-SMALL = {"layers": 2, "block_size": 5, "anchors": 24, "tap_layers": [1, 2], "draft_vocab_size": 300,
-         "seed": 3, "attention": "reference", "loss_chunk": 64}
 
 
 def make(name: str, target: Target, **settings: Any) -> Drafter:
+    """Small, with the settings that it has of those given."""
     node = yaml.safe_load((Path(__file__).parents[2] / f"conf/drafter/{name}.yaml").read_text())
-    kind = get_class(node.pop("_target_"))
-    assert node.pop("_partial_"), "a drafter's node waits for its context"
-    node |= {key: value for key, value in {**SMALL, **settings}.items() if key in node}
-    counts = torch.arange(320).flip(0)
-    return build_drafter(partial(kind, **node), target, counts)
+    assert node["_partial_"], "a drafter's node waits for its context"
+    settings = {"draft_vocab_size": 300, "loss_chunk": 64, **settings}
+    return small(target, name, **{key: value for key, value in settings.items() if key in node})
 
 
 @pytest.fixture(scope="module")
@@ -78,11 +73,12 @@ def test_drafts_never_look_past_the_anchor(name: str, tiny_target: Target, batch
     drafter = make(name, tiny_target).eval()
     first = batch.document == 0
     taps, tokens = batch.taps[first], batch.tokens[first]
-    seen = drafter.draft_logits(drafter.extend(drafter.new_context(), taps[:20]), int(tokens[20]),
+    known = tokens[:20].tolist()
+    seen = drafter.draft_logits(drafter.extend(drafter.new_context(), known, taps[:20]), int(tokens[20]),
                                 drafter.max_k)
     changed = taps.clone()
     changed[20:] = 7.0
-    again = drafter.draft_logits(drafter.extend(drafter.new_context(), changed[:20]), int(tokens[20]),
+    again = drafter.draft_logits(drafter.extend(drafter.new_context(), known, changed[:20]), int(tokens[20]),
                                  drafter.max_k)
     assert torch.equal(seen, again)
 
@@ -90,11 +86,11 @@ def test_drafts_never_look_past_the_anchor(name: str, tiny_target: Target, batch
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_extending_in_pieces_equals_extending_at_once(name: str, tiny_target: Target, batch: Batch) -> None:
     drafter = make(name, tiny_target).eval()
-    taps = batch.taps[batch.document == 1]
-    whole = drafter.extend(drafter.new_context(), taps[:30])
+    taps, tokens = batch.taps[batch.document == 1], batch.tokens[batch.document == 1].tolist()
+    whole = drafter.extend(drafter.new_context(), tokens[:30], taps[:30])
     pieces = drafter.new_context()
     for start, end in ((0, 1), (1, 9), (9, 30)):
-        pieces = drafter.extend(pieces, taps[start:end])
+        pieces = drafter.extend(pieces, tokens[start:end], taps[start:end])
     one, two = (drafter.draft_logits(context, 65, drafter.max_k) for context in (whole, pieces))
     torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-5)
 
@@ -108,12 +104,12 @@ def test_exported_folders_read_back_bit_for_bit(name: str, form: str, rows: int 
     FORMATS[form].write(tmp_path, drafter.export(), Serving("target", ["LlamaForCausalLM"], 2), torch.float32)
     head = load_target_head(tiny_target.folder, tiny_target.config)
     again = type(drafter).restore(FORMATS[form].read(tmp_path), form, head)
-    taps = batch.taps[:20]
-    one, two = (each.draft_logits(each.extend(each.new_context(), taps), 70, drafter.max_k)
+    known = batch.tokens[:20].tolist(), batch.taps[:20]
+    one, two = (each.draft_logits(each.extend(each.new_context(), *known), 70, drafter.max_k)
                 for each in (drafter, again))
     assert torch.equal(one, two)
-    assert again.propose(again.extend(again.new_context(), taps), 70, 3) == \
-        drafter.propose(drafter.extend(drafter.new_context(), taps), 70, 3)
+    assert again.propose(again.extend(again.new_context(), *known), 70, 3) == \
+        drafter.propose(drafter.extend(drafter.new_context(), *known), 70, 3)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from slow_dflash import SlowDFlash, slow_sums
-from tiny import copied, dflash, random_samples, states_of, uneven, uneven_norms
+from tiny import copied, dflash, objective, random_samples, states_of, uneven, uneven_norms
 
 from trainer.architectures.dflash import DFlash
 from trainer.data.packing import collate
@@ -45,7 +45,8 @@ def batch(target: Target) -> Batch:
 
 
 def make(target: Target, **settings: Any) -> DFlash:
-    return uneven(dflash(target, **{"decay_gamma": GAMMA, "anchors": 60, **settings}))
+    settings["objective"] = objective(settings.get("objective", "ce"), gamma=GAMMA)
+    return uneven(dflash(target, **{"anchors": 60, **settings}))
 
 
 def slow_of(drafter: DFlash, target: Target) -> SlowDFlash:
@@ -75,15 +76,14 @@ def test_logits_of_training_and_drafting_are_those_of_the_slow_decoder(target: T
     slow = slow_of(drafter, target)
     places = torch.tensor([0, 7, 23, 24, 24 + 3, 37 + 18])
     with torch.no_grad():
-        trained = drafter.logits(drafter._blocks(batch.tokens, batch.document, batch.position, batch.taps,
-                                                 places))
+        trained = drafter.vocabulary.logits(drafter.drafted(batch, places))
     for place, found in zip(places.tolist(), trained, strict=True):
         own = part(batch, int(batch.document[place]))
         before, token = int(batch.position[place]), int(batch.tokens[place])
         expected = slow.logits(own.taps[:before], token, 5).float()
         assert expected.std() > 1
-        torch.testing.assert_close(found[1:], expected, atol=1e-4, rtol=1e-4)
-        context = drafter.extend(drafter.new_context(), own.taps[:before])
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        context = drafter.extend(drafter.new_context(), own.tokens[:before].tolist(), own.taps[:before])
         torch.testing.assert_close(drafter.draft_logits(context, token, 4), expected, atol=1e-4, rtol=1e-4)
         shorter = slow.logits(own.taps[:before], token, 3).float()
         torch.testing.assert_close(drafter.draft_logits(context, token, 2), shorter, atol=1e-4, rtol=1e-4)
@@ -117,7 +117,7 @@ def test_acceptance_is_counted_up_to_the_first_miss(target: Target, batch: Batch
     own = part(batch, 2)
     tokens = own.tokens.clone()
     for anchor in (8, 12):
-        context = drafter.extend(drafter.new_context(), own.taps[:anchor])
+        context = drafter.extend(drafter.new_context(), own.tokens[:anchor].tolist(), own.taps[:anchor])
         tokens[anchor + 1:anchor + 5] = torch.tensor(drafter.propose(context, int(tokens[anchor]), 4))
     tokens[15] = (tokens[15] + 1) % 256
     mask = torch.zeros_like(own.loss_mask)
@@ -137,7 +137,8 @@ def test_a_later_token_changes_nothing_before_it(target: Target, batch: Batch) -
 
     def logits(tokens: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            return drafter.logits(drafter._blocks(tokens, batch.document, batch.position, taps, anchors))
+            changed = replace(batch, tokens=tokens, taps=taps)
+            return drafter.vocabulary.logits(drafter.drafted(changed, anchors))
 
     before = logits(batch.tokens, batch.taps)
     tokens, taps = batch.tokens.clone(), batch.taps.clone()
@@ -159,15 +160,14 @@ def test_a_block_ends_with_its_document(target: Target, batch: Batch) -> None:
 
     def found(tokens: torch.Tensor) -> list[torch.Tensor]:
         with torch.no_grad():
-            return list(drafter(tokens, everything, batch.document, batch.position, batch.taps, batch.last,
-                                anchors, valid))
+            return list(drafter(replace(batch, tokens=tokens, loss_mask=everything), anchors, valid))
 
     other = batch.tokens.clone()
     other[24:] = 3
     one, two = found(batch.tokens), found(other)
     assert all(torch.equal(first, second) for first, second in zip(one, two, strict=True))
-    in_vocabulary = [[drafter.draft_rows[batch.tokens[place + slot]] >= 0 for slot in range(1, 24 - place)]
-                     for place in (20, 21, 22)]
+    rows = drafter.vocabulary.rows[batch.tokens]
+    in_vocabulary = [[rows[place + slot] >= 0 for slot in range(1, 24 - place)] for place in (20, 21, 22)]
     assert float(one[1]) == pytest.approx(sum(exp(-slot / GAMMA) for block in in_vocabulary
                                               for slot, known in enumerate(block) if known))
 
@@ -178,15 +178,15 @@ def test_anchors_are_drawn_where_the_target_sampled_two_tokens(target: Target, b
                and sample.loss_mask[index + 1]}
     drafter, drawn = make(target, anchors=9), []
     for seed in range(200):
-        anchors, valid = drafter._draw_anchors(replace(batch, seed=seed))
+        anchors, valid = drafter.draw(replace(batch, seed=seed))
         assert valid.all() and anchors.tolist() == sorted(set(anchors.tolist())) and len(anchors) == 9
         assert set(anchors.tolist()) <= allowed
         drawn += anchors.tolist()
     assert set(drawn) == allowed
     assert max(map(drawn.count, allowed)) < 3 * min(map(drawn.count, allowed))
-    again = drafter._draw_anchors(replace(batch, seed=199))[0]
+    again = drafter.draw(replace(batch, seed=199))[0]
     assert torch.equal(again, anchors), "the seed alone decides"
-    anchors, valid = make(target, anchors=50)._draw_anchors(batch)
+    anchors, valid = make(target, anchors=50).draw(batch)
     assert set(anchors[valid].tolist()) == allowed and len(anchors) == 50 and not valid[len(allowed):].any()
 
 
@@ -222,20 +222,22 @@ def test_logits_in_chunks_give_the_same_step(target: Target, batch: Batch, objec
 
 def test_the_teacher_is_the_target_with_scale_and_soft_cap(target: Target, batch: Batch) -> None:
     drafter = make(target, objective="kl", draft_vocab_size=280)
-    drafter.head = replace(drafter.head, logit_scale=0.5, softcap=6.0)
-    expected = drafter.head.logits(batch.last)[:, drafter.draft_ids]
+    head = replace(drafter.head, logit_scale=0.5, softcap=6.0)
+    drafter.vocabulary.scale, drafter.vocabulary.softcap = 0.5, 6.0
+    expected = head.logits(batch.last)[:, drafter.vocabulary.ids]
     assert float(expected.abs().max()) < 6
-    torch.testing.assert_close(drafter._teacher_logits(batch.last), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(drafter.vocabulary.teacher_logits(head.normed(batch.last)), expected,
+                               atol=1e-5, rtol=1e-5)
 
 
 def test_stored_states_may_be_narrower_than_the_weights(target: Target, batch: Batch) -> None:
     """Extraction writes bfloat16 by default; training in float32 reads it all the same."""
     narrow = replace(batch, taps=batch.taps.bfloat16(), last=batch.last.bfloat16())
-    for objective in ("ce", "kl"):
-        drafter = make(target, objective=objective)
+    for term in ("ce", "kl"):
+        drafter = make(target, objective=term)
         widened = replace(narrow, taps=narrow.taps.float())
         assert sums(drafter, narrow) == pytest.approx(sums(drafter, widened), rel=1e-6)
-        context = drafter.extend(drafter.new_context(), narrow.taps[:8])
+        context = drafter.extend(drafter.new_context(), narrow.tokens[:8].tolist(), narrow.taps[:8])
         assert drafter.draft_logits(context, 3, 2).dtype == torch.float32
 
 
@@ -245,7 +247,7 @@ def test_only_the_drafter_s_own_weights_are_trained(target: Target) -> None:
     assert frozen == {f"layers.{layer}.self_attn.k_norm.weight" for layer in range(2)}
     names = {name for name, _ in drafter.named_parameters()}
     assert not any("embed" in name or "head" in name for name in names)
-    assert not drafter.embedding.requires_grad and not drafter.draft_head.requires_grad
+    assert not drafter.vocabulary.embedding.requires_grad and not drafter.vocabulary.head.requires_grad
 
 
 def test_the_draft_vocabulary_comes_from_supervised_tokens(target: Target) -> None:
@@ -255,13 +257,13 @@ def test_the_draft_vocabulary_comes_from_supervised_tokens(target: Target) -> No
     counts = count_tokens([sample], 320)
     assert int(counts.sum()) == 30 and counts[9] == 0
     drafter = dflash(target, counts, draft_vocab_size=64)
-    ids = drafter.draft_ids.tolist()
+    ids = drafter.vocabulary.ids.tolist()
     special = {*target.end_ids, target.tokenizer.bos_token_id}
     assert set(range(100, 110)) | special <= set(ids) and len(ids) == 64 and ids == sorted(ids)
     assert set(ids) - special - set(range(100, 110)) == set(range(64 - 10 - len(special)))
     head = load_target_head(target.folder, target.config)
-    assert torch.equal(drafter.draft_head, head.head[ids])
-    assert drafter.draft_rows[ids].tolist() == list(range(64)) and drafter.draft_rows[319] == -1
+    assert torch.equal(drafter.vocabulary.head, head.head[ids])
+    assert drafter.vocabulary.rows[ids].tolist() == list(range(64)) and drafter.vocabulary.rows[319] == -1
 
 
 @pytest.mark.parametrize(("settings", "said"), [
@@ -277,7 +279,7 @@ def test_settings_that_do_not_fit_are_said(target: Target, settings: dict[str, A
 def test_a_vocabulary_as_large_as_the_target_s_is_the_target_s(target: Target) -> None:
     for size in (None, 320, 400):
         drafter = dflash(target, draft_vocab_size=size)
-        assert not drafter.reduced and len(drafter.draft_ids) == 320
+        assert not drafter.vocabulary.reduced and len(drafter.vocabulary.ids) == 320
         assert "lm_head.weight" not in drafter.export().weights
 
 

@@ -100,7 +100,7 @@ def test_tensors_are_those_of_the_method(tiny_target: Target, tmp_path: Path, fo
         assert file.metadata() == {"format": "pt"}
     if rows is not None:
         ids = torch.arange(rows) + tensors["d2t"]
-        assert tensors["d2t"].dtype == torch.int64 and torch.equal(ids, drafter.draft_ids)
+        assert tensors["d2t"].dtype == torch.int64 and torch.equal(ids, drafter.vocabulary.ids)
         head = load_target_head(tiny_target.folder, tiny_target.config).head
         assert torch.equal(tensors["lm_head.weight"], head[ids].bfloat16())
 
@@ -119,11 +119,12 @@ def test_a_folder_alone_describes_the_drafter(tiny_target: Target, tmp_path: Pat
     assert again.tap_layers == drafter.tap_layers == (1, 3) and again.max_k == drafter.max_k == 4
     assert again.mask_token_id == tiny_target.mask_token_id
     assert not any(parameter.requires_grad for parameter in again.parameters())
-    [state] = states_of(tiny_target, random_samples((20,)), TAPS)
-    found = [each.draft_logits(each.extend(each.new_context(), state.taps), 70, 4)
+    samples = random_samples((20,))
+    [state], tokens = states_of(tiny_target, samples, TAPS), samples[0].tokens
+    found = [each.draft_logits(each.extend(each.new_context(), tokens, state.taps), 70, 4)
              for each in (rounded, again)]
     assert torch.equal(*found)
-    context = drafter.extend(drafter.new_context(), state.taps)
+    context = drafter.extend(drafter.new_context(), tokens, state.taps)
     assert torch.equal(drafter.draft_logits(context, 70, 4), found[0]) == (dtype == torch.float32)
 
 

@@ -17,7 +17,7 @@ import torch
 import yaml
 from hydra.utils import get_class
 from safetensors.torch import load_file
-from tiny import OFFLINE, copied, finished_inputs, make_dflash, random_samples, write_responses
+from tiny import OFFLINE, copied, finished_inputs, make_dflash, objective, random_samples, write_responses
 
 from trainer.errors import UserError
 from trainer.hidden_states.offline import Offline
@@ -205,7 +205,8 @@ def test_rows_are_a_function_of_their_number(target: Target, inputs: dict[str, P
     ({"tokens": 40}, "a sample has 48 tokens but train.tokens is 40|a sample has 52 tokens"),
     ({"epochs": 1, "steps": None, "accumulate": 50},
      "train.epochs=1 gives .* fewer than train.accumulate=50"),
-    ({"drafter": make_dflash(anchors=16, decay_gamma=float("nan"))}, "is not finite at step 1")])
+    ({"drafter": make_dflash(anchors=16, objective=objective("ce", gamma=float("nan")))},
+     "is not finite at step 1")])
 def test_what_cannot_be_trained_is_said(target: Target, inputs: dict[str, Path], tmp_path: Path,
                                         changes: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):

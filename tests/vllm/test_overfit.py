@@ -36,7 +36,7 @@ PROMPT = "Write the multiplication table of 7 up to 7 x 20."  # few tokens, ofte
 SETTINGS = ["recipe=smoke", "target=smollm2", "target.tap_layers=[0,15,29]", "prompts=jsonl",
             "prompts.heldout=0", "target_engine.dtype=float32", f"responses.sampling.max_new_tokens={TOKENS}",
             "drafter.layers=2", "drafter.start_layers=[-2,-1]", f"drafter.block_size={K + 1}",
-            "drafter.anchors=64", "drafter.draft_vocab_size=256", "drafter.decay_gamma=100",
+            "drafter.anchors=64", "drafter.draft_vocab_size=256", "drafter.objective.positions.gamma=100",
             "train.tokens=128", "train.steps=80", "train.heldout_every=1000", "optimizer.lr=1e-3",
             "hardware.compile=false", "hardware.precision=float32", f"export.default_k={K}",
             "export.dtype=float32", "run=[prompts,responses,hidden_states,train,export]"]

@@ -79,7 +79,7 @@ class Answers:
 
     def pair(self, case: str, known: str | None = None) -> tuple[Tensor, Tensor]:
         """Our logits of the right folder `known` and vLLM's of `case`, both [K, draft vocabulary]."""
-        ids = self.drafters[known or case].draft_ids
+        ids = self.drafters[known or case].vocabulary.ids
         return self.ours[known or case], self.logits[case][1:, ids]
 
 
@@ -152,8 +152,8 @@ def export(drafter: Drafter, form: str, folder: Path, target: Target) -> None:
 
 def own_logits(drafter: Drafter, inputs: dict[str, Tensor]) -> Tensor:
     taps = torch.cat([inputs[f"layer.{layer}"] for layer in drafter.tap_layers], dim=-1)
-    context = drafter.extend(drafter.new_context(), taps)
-    return drafter.draft_logits(context, int(inputs["tokens"][-1]), drafter.max_k)
+    *known, anchor = inputs["tokens"].tolist()
+    return drafter.draft_logits(drafter.extend(drafter.new_context(), known, taps), anchor, drafter.max_k)
 
 
 def wrong_copy(right: Path, form: str, mistake: str) -> str:
@@ -197,7 +197,7 @@ def test_logits_are_ours(answers: Answers, case: str) -> None:
     assert float((found - expected).abs().max()) <= TOLERANCE
     assert torch.equal(found.argmax(-1), expected.argmax(-1))
     outside = torch.ones(answers.logits[case].shape[1], dtype=torch.bool)
-    outside[answers.drafters[case].draft_ids] = False
+    outside[answers.drafters[case].vocabulary.ids] = False
     assert answers.logits[case][:, outside].eq(-torch.inf).all(), "only the draft vocabulary can be proposed"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -59,12 +60,14 @@ class Drafter(nn.Module, ABC):
         """Empty state of one sequence for `extend` and `propose`."""
 
     @abstractmethod
-    def extend(self, context: Any, taps: Tensor) -> Any:
-        """Takes in the hidden states `taps` [n, layers * hidden] of the next n committed tokens."""
+    def extend(self, context: Any, tokens: Sequence[int], taps: Tensor) -> Any:
+        """Takes in the next n committed `tokens`, which the target has processed, and their hidden states
+        `taps` [n, layers * hidden]."""
 
     @abstractmethod
     def draft_logits(self, context: Any, anchor: int, length: int) -> Tensor:
-        """Logits [length, draft vocabulary] behind `propose`, as a server computes them."""
+        """Logits [length, draft vocabulary] behind `propose`, as a server computes them: where a step reads
+        the token before it, that is the greedy one."""
 
     @abstractmethod
     def propose(self, context: Any, anchor: int, length: int) -> list[int]:

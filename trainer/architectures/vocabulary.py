@@ -7,7 +7,64 @@ on. """
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from trainer.architectures.base import DraftContext
+
+
+class DraftVocabulary(nn.Module):
+    """The target's head, or the rows of it that a drafter of `size` tokens has (null: all of them); frozen.
+
+    ids [Vd] int64 are the target ids of the rows, rows [V] int64 the way back (-1: cannot be drafted). """
+
+    ids: Tensor
+    rows: Tensor
+    head: Tensor
+    embedding: Tensor
+
+    def __init__(self, context: DraftContext, size: int | None) -> None:
+        super().__init__()
+        target = context.head
+        total = target.vocab_size
+        size = min(size or total, total)
+        self.reduced, self.scale, self.softcap = size < total, target.logit_scale, target.softcap
+        ids = choose(context.token_counts, size, context.special_ids) if self.reduced else torch.arange(total)
+        rows = torch.full((total,), -1).scatter(0, ids, torch.arange(size))
+        for name, tensor in (("ids", ids), ("rows", rows), ("embedding", target.embedding),
+                             ("head", target.head[ids] if self.reduced else target.head)):
+            self.register_buffer(name, tensor, persistent=False)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """float32 embeddings [..., H] of target ids [...]."""
+        return F.embedding(ids, self.embedding).float()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Draft logits [..., Vd] of normed hidden states [..., H]."""
+        return F.linear(hidden, self.head.to(hidden.dtype)) * self.scale
+
+    @torch.no_grad()
+    def teacher_logits(self, normed: Tensor) -> Tensor:
+        """float32 logits [..., Vd] of the target, from its own normed last states [..., H]."""
+        logits = self.logits(normed).float()
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+    def round_to(self, dtype: torch.dtype) -> None:
+        if self.reduced:  # otherwise the head is the target's own and not exported
+            self.head = self.head.to(dtype).float()
+
+    def exported(self) -> dict[str, Tensor]:
+        """The tensors of a folder that describe a reduced vocabulary; none for the whole one."""
+        return {"lm_head.weight": self.head, "d2t": offsets(self.ids)} if self.reduced else {}
+
+
+def counts_from(weights: dict[str, Tensor], vocab_size: int) -> Tensor:
+    """Token counts [V] that choose the vocabulary of a folder again; takes `d2t` out of `weights`."""
+    table = weights.pop("d2t", None)
+    if table is None:
+        return torch.ones(vocab_size, dtype=torch.int64)
+    ids = table + torch.arange(len(table))
+    return torch.zeros(vocab_size, dtype=torch.int64).scatter(0, ids, 1)
 
 
 def choose(counts: Tensor, size: int, forced: tuple[int, ...]) -> Tensor:

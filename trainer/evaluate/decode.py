@@ -44,7 +44,7 @@ def decode(engine: TargetEngine, drafter: Drafter, prompt: Sequence[int], k: int
     """Answers `prompt` greedily with drafts of `k` tokens; the text is the target's, whatever the draft."""
     session = engine.session(drafter.tap_layers)
     logits, taps = session.step(prompt)
-    context = drafter.extend(drafter.new_context(), taps)
+    context = drafter.extend(drafter.new_context(), prompt, taps)
     answer = [int(logits[-1].argmax())]
     limit = min(max_new_tokens, engine.max_length - len(prompt))  # where `generate` ends, too
     counts = Counts(per_position=[0] * k)
@@ -55,7 +55,7 @@ def decode(engine: TargetEngine, drafter: Drafter, prompt: Sequence[int], k: int
         wanted = logits.argmax(-1).tolist()
         accepted = next((index for index, token in enumerate(draft) if token != wanted[index]), k)
         session.rewind(committed + 1 + accepted)
-        context = drafter.extend(context, taps[:accepted + 1])
+        context = drafter.extend(context, [answer[-1], *draft[:accepted]], taps[:accepted + 1])
         counts.drafts += 1
         counts.draft_tokens += k
         counts.accepted += accepted

@@ -103,8 +103,8 @@ class Export(Stage):
 def _difference(one: Drafter, other: Drafter, tokens: tuple[int, ...], taps: torch.Tensor) -> float:
     """Largest absolute difference of draft logits in the middle of a sample."""
     anchor = len(tokens) // 2
-    found = [drafter.draft_logits(drafter.extend(drafter.new_context(), taps[:anchor]), tokens[anchor],
-                                  drafter.max_k) for drafter in (one, other)]
+    found = [drafter.draft_logits(drafter.extend(drafter.new_context(), tokens[:anchor], taps[:anchor]),
+                                  tokens[anchor], one.max_k) for drafter in (one, other)]
     return float((found[0] - found[1]).abs().max())
 
 

@@ -1,0 +1,26 @@
+"""The draft's decoder config, field by field, from the target's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def geometry(config: dict[str, Any], layers: int, intermediate_size: int | None,
+             model_type: str = "qwen3") -> dict[str, Any]:
+    """The target's sizes and rotary settings for a draft of `layers` layers in the layout of `model_type`;
+    nothing is left to a server's defaults."""
+    heads = config["num_attention_heads"]
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = rope.get("rope_theta", config.get("rope_theta"))
+    if theta is None:
+        raise ValueError("the target's config.json has no rope_theta, so the draft's positions would be "
+                         "guessed; write rope_parameters into it")
+    return {"model_type": model_type, "hidden_size": config["hidden_size"], "num_hidden_layers": layers,
+            "num_attention_heads": heads, "num_key_value_heads": config.get("num_key_value_heads", heads),
+            "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+            "intermediate_size": intermediate_size or config["intermediate_size"], "hidden_act": "silu",
+            "rms_norm_eps": float(config["rms_norm_eps"]), "attention_bias": False, "attention_dropout": 0.0,
+            "rope_parameters": {"rope_type": "default", **rope, "rope_theta": float(theta)},
+            "max_position_embeddings": config["max_position_embeddings"], "vocab_size": config["vocab_size"],
+            "layer_types": ["full_attention"] * layers, "sliding_window": None, "use_sliding_window": False,
+            "tie_word_embeddings": False, "initializer_range": 0.02}

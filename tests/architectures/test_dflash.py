@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from slow_dflash import SlowDFlash, slow_sums
+from slow_dflash import SlowDFlash
 from tiny import copied, dflash, objective, random_samples, states_of, uneven, uneven_norms
 
 from trainer.architectures.dflash import DFlash
@@ -99,8 +99,7 @@ def test_sums_over_a_packed_row_are_those_of_the_slow_decoder(target: Target, ba
     for document, sample in enumerate(SAMPLES):
         own = part(batch, document)
         teacher = head.logits(own.last) if objective == "kl" else None
-        for name, value in slow_sums(slow, sample.tokens, sample.loss_mask, own.taps, 5, GAMMA,
-                                     teacher).items():
+        for name, value in slow.sums(sample.tokens, sample.loss_mask, own.taps, 5, GAMMA, teacher).items():
             expected[name] += value
     found = sums(drafter, batch)
     everything = sum(exp(-slot / GAMMA) * max(0, length - slot - 1) for length in (7, 10, 9, 13)
@@ -123,7 +122,7 @@ def test_acceptance_is_counted_up_to_the_first_miss(target: Target, batch: Batch
     mask = torch.zeros_like(own.loss_mask)
     mask[8:17] = True
     changed = replace(own, tokens=tokens, loss_mask=mask)
-    slow = slow_sums(slow_of(drafter, target), tokens.tolist(), mask.tolist(), own.taps, 5, GAMMA)
+    slow = slow_of(drafter, target).sums(tokens.tolist(), mask.tolist(), own.taps, 5, GAMMA)
     found = sums(drafter, changed)
     assert found == pytest.approx(slow, rel=1e-4) and found["blocks"] == 8
     assert 4 + 2 <= found["accepted"] < 20 and found["first"] >= 2

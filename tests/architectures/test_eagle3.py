@@ -1,0 +1,141 @@
+"""EAGLE-3 against its equations in float64: what training unrolls is what decoding does, step by step."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from slow_decoder import slow_sums
+from slow_eagle3 import SlowEagle3
+from tiny import copied, objective, random_samples, small, states_of, uneven, uneven_norms
+
+from trainer.architectures.eagle3 import Eagle3
+from trainer.data.packing import collate
+from trainer.errors import UserError
+from trainer.records import Batch
+from trainer.target import Target
+from trainer.target_head import load_target_head
+
+STEPS, GAMMA = 4, 3.0
+SAMPLES = random_samples((24, 13, 19), prompt=6)
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Target:
+    return copied(tiny_target, tmp_path_factory.mktemp("made") / "target", uneven_norms)
+
+
+@pytest.fixture(scope="module")
+def batch(target: Target) -> Batch:
+    return collate(SAMPLES, states_of(target, SAMPLES, [1, 2]), seed=11, device="cpu", tokens=70)
+
+
+def make(target: Target, **settings: Any) -> Eagle3:
+    settings["objective"] = objective(settings.get("objective", "ce"), gamma=GAMMA)
+    return uneven(small(target, "eagle3", **{"layers": 1, "anchors": None, **settings}))
+
+
+def slow_of(drafter: Eagle3, target: Target) -> SlowEagle3:
+    head = load_target_head(target.folder, target.config)
+    return SlowEagle3(drafter.export(), head.embedding, head.head)
+
+
+@pytest.mark.parametrize("style", ["llama", "qwen3"])
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("flags", [(), ("norm_before_residual", "fc_norm", "norm_output"),
+                                   ("norm_before_fc",)])
+def test_training_and_drafting_have_the_logits_of_the_slow_decoder(target: Target, batch: Batch, style: str,
+                                                                   layers: int,
+                                                                   flags: tuple[str, ...]) -> None:
+    drafter = make(target, style=style, layers=layers, **dict.fromkeys(flags, True)).eval()
+    slow = slow_of(drafter, target)
+    places = torch.tensor([1, 7, 20, 24 + 1, 37 + 11])
+    with torch.no_grad():
+        trained = drafter.vocabulary.logits(drafter.drafted(batch, places))
+    assert trained.shape[:2] == (5, STEPS)
+    for place, found in zip(places.tolist(), trained, strict=True):
+        rows = batch.document == batch.document[place]
+        tokens, taps, anchor = batch.tokens[rows].tolist(), batch.taps[rows], int(batch.position[place])
+        slots = min(STEPS, len(tokens) - anchor)
+        expected = slow.draft(tokens, taps, anchor, slots, forced=tokens[anchor + 1:]).float()
+        assert expected.std() > 0.5
+        torch.testing.assert_close(found[:slots], expected, atol=1e-4, rtol=1e-4)
+        free = slow.draft(tokens, taps, anchor, STEPS).float()
+        context = drafter.extend(drafter.new_context(), tokens[:anchor], taps[:anchor])
+        torch.testing.assert_close(drafter.draft_logits(context, tokens[anchor], STEPS), free, atol=1e-4,
+                                   rtol=1e-4)
+        assert drafter.propose(context, tokens[anchor], STEPS) == [slow.ids[row] for row
+                                                                   in free.argmax(-1).tolist()]
+
+
+def test_every_flag_changes_the_drafts(target: Target, batch: Batch) -> None:
+    found = []
+    for chosen in itertools.chain([()], ((flag,) for flag in FLAGS)):
+        drafter = make(target, **dict.fromkeys(chosen, True)).eval()
+        context = drafter.extend(drafter.new_context(), batch.tokens[:9].tolist(), batch.taps[:9])
+        found.append(drafter.draft_logits(context, 5, STEPS))
+    assert all(not torch.allclose(one, two) for one, two in itertools.combinations(found, 2))
+
+
+@pytest.mark.parametrize("term", ["ce", "kl"])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_sums_over_a_packed_row_are_those_of_the_slow_decoder(target: Target, batch: Batch, term: str,
+                                                              layers: int) -> None:
+    drafter = make(target, objective=term, draft_vocab_size=150, layers=layers)
+    slow, head = slow_of(drafter, target), load_target_head(target.folder, target.config)
+    expected = dict.fromkeys(("loss", "count", "accepted", "first", "blocks"), 0.0)
+    for document, sample in enumerate(SAMPLES):
+        rows = batch.document == document
+        tokens, taps = list(sample.tokens), batch.taps[rows]
+        teacher = head.logits(batch.last[rows]) if term == "kl" else None
+        sums = slow_sums(lambda anchor, tokens=tokens, taps=taps: slow.draft(
+            tokens, taps, anchor, STEPS, forced=tokens[anchor + 1:]), slow.ids, tokens, sample.loss_mask,
+            STEPS, GAMMA, teacher, first_anchor=1)
+        expected = {name: expected[name] + value for name, value in sums.items()}
+    step = drafter.loss(batch)
+    length, first = step.ratios["accepted_length"], step.ratios["accepted@1"]
+    found = {"loss": float(step.loss_sum.detach()), "count": float(step.count), "first": float(first.total),
+             "accepted": float(length.total - length.count), "blocks": float(length.count)}
+    assert found == pytest.approx(expected, rel=1e-4) and found["blocks"] == 17 + 6 + 12
+
+
+def test_a_later_token_changes_nothing_before_it(target: Target, batch: Batch) -> None:
+    """A draft at 10 reads, when it is trained, the true tokens 11, 12, ... one step after each: step s reads
+    none after 10 + s, and no state of the target after 9."""
+    for layers in (1, 2):
+        drafter = make(target, layers=layers)
+        anchors = torch.tensor([10, 12])
+        with torch.no_grad():
+            before = drafter.drafted(batch, anchors)
+            tokens, taps = batch.tokens.clone(), batch.taps.clone()
+            tokens[12:24], taps[10:24] = 7, 9.0
+            after = drafter.drafted(replace(batch, tokens=tokens, taps=taps), anchors)
+        assert torch.equal(before[0, :2], after[0, :2]) and not torch.allclose(before[0, 2], after[0, 2])
+        assert not torch.allclose(before[1, 0], after[1, 0])
+
+
+def test_fewer_anchors_are_a_part_of_all(target: Target, batch: Batch) -> None:
+    """With one layer only the drawn drafts are computed; they are what they are among all."""
+    for layers in (1, 2):
+        every, few = make(target, layers=layers), make(target, layers=layers, anchors=5)
+        (places, valid), (chosen, _) = every.draw(batch), few.draw(batch)
+        assert int(valid.sum()) == 35 and set(chosen.tolist()) < set(places[valid].tolist())
+        with torch.no_grad():
+            one, two = every.drafted(batch, places), few.drafted(batch, chosen)
+        rows = [places.tolist().index(place) for place in chosen.tolist()]
+        torch.testing.assert_close(one[rows], two, atol=1e-5, rtol=1e-5)
+
+
+def test_an_anchor_has_a_token_before_it(target: Target, batch: Batch) -> None:
+    everything = replace(batch, loss_mask=batch.document >= 0)
+    anchors, valid = make(target).draw(everything)
+    assert sorted(set(range(56)) - set(anchors[valid].tolist())) == [0, 23, 24, 36, 37, 55]
+
+
+def test_settings_that_exclude_each_other_are_said(target: Target) -> None:
+    with pytest.raises(UserError, match=r"drafter.norm_before_fc and drafter.fc_norm both norm"):
+        make(target, norm_before_fc=True, fc_norm=True)

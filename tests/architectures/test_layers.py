@@ -1,9 +1,9 @@
-"""Shared parts of drafters: norm, rotary positions of every kind, losses and the draft vocabulary."""
+"""Shared parts of drafters: norm, rotary positions of every kind, and the draft vocabulary."""
 
 from __future__ import annotations
 
 import json
-from math import ceil, cos, exp, floor, log, pi, sin
+from math import ceil, cos, floor, log, pi, sin
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import copied, dflash
 
-from trainer.architectures import losses, vocabulary
+from trainer.architectures import vocabulary
 from trainer.architectures.layers import GatedMLP, RMSNorm, Rotary, rotate
 from trainer.errors import UserError
 from trainer.target import Target
@@ -123,30 +123,6 @@ def test_norm_and_mlp_in_float64() -> None:
     inner = wide @ gate.T
     torch.testing.assert_close(mlp(x), ((inner / (1 + (-inner).exp()) * (wide @ up.T)) @ down.T).float(),
                                atol=1e-5, rtol=1e-5)
-
-
-def test_losses_in_float64() -> None:
-    logits, teacher = torch.randn(2, 6, 11, generator=torch.Generator().manual_seed(0)) * 4
-    labels = torch.tensor([0, 3, 10, 5, 5, 1])
-    log_q, log_p = logits.double().log_softmax(-1), teacher.double().log_softmax(-1)
-    torch.testing.assert_close(losses.cross_entropy(logits, labels).double(), -log_q[range(6), labels],
-                               atol=1e-6, rtol=1e-5)
-    expected = (log_p.exp() * (log_p - log_q)).sum(-1)
-    torch.testing.assert_close(losses.forward_kl(logits, teacher).double(), expected, atol=1e-5, rtol=1e-5)
-    assert torch.equal(losses.forward_kl(logits, logits), torch.zeros(6))
-    assert losses.cross_entropy(logits.bfloat16(), labels).dtype == torch.float32
-
-
-def test_the_teacher_gets_no_gradient() -> None:
-    logits, teacher = torch.randn(2, 3, 5, requires_grad=True)
-    logits.retain_grad()
-    teacher.retain_grad()
-    losses.forward_kl(logits, teacher).sum().backward()
-    assert teacher.grad is None and logits.grad.abs().sum() > 0
-
-
-def test_weights_fall_by_slot() -> None:
-    assert losses.decay_weights(4, 2.5).tolist() == pytest.approx([exp(-slot / 2.5) for slot in range(4)])
 
 
 @settings(max_examples=80, deadline=None)

@@ -36,7 +36,9 @@ class Told(Drafter):
         self.read = []
         return 0
 
-    def extend(self, context: int, taps: Tensor) -> int:
+    def extend(self, context: int, tokens: Sequence[int], taps: Tensor) -> int:
+        known = [*self.prompt, *self.continuation]
+        assert list(tokens) == known[context:context + len(taps)], "tokens that the target has processed"
         self.read.append(taps)
         return context + len(taps)
 

@@ -17,7 +17,9 @@ import pytest
 from runs import ALONE, COMMITS, PATIENCE, SMOKE, STAGES, Home, check_went_on, quick, told, wait_until
 from vllm_support import vllm_python
 
+from trainer import pipeline
 from trainer.engines import vllm_process
+from trainer.errors import UserError
 
 # many small parts, so that a stage is stopped in its middle and not after it
 SLOW = [*ALONE, "prompts.limit=120", "target_engine.batch=8", *COMMITS, "train.tokens=640", "train.steps=60",
@@ -60,9 +62,39 @@ def test_a_finished_run_does_nothing(unbroken: Home, capfd: pytest.CaptureFixtur
     before = times(unbroken)
     status, out, err = quick(unbroken, capfd, *SLOW)
     assert (status, err) == (0, "")
-    assert [line.split()[:2] for line in out.splitlines()[1:-1]] == [[stage, "reuse"] for stage in STAGES]
-    assert out.splitlines()[-1] == str(unbroken.stage("report") / "report.json")
+    lines = out.splitlines()
+    assert [line.split()[:2] for line in lines[1:1 + len(STAGES)]] == [[stage, "reuse"] for stage in STAGES]
+    assert lines[1 + len(STAGES):] == unbroken.out.splitlines()[-len(lines) + 1 + len(STAGES):]
+    assert lines[-2:] == [str(unbroken.stage("report") / f"report.{kind}") for kind in ("html", "json")]
+    assert any(line.startswith("smoke: accepted length ") for line in lines)
     assert times(unbroken) == before
+
+
+def test_every_file_has_the_mode_of_the_umask(unbroken: Home) -> None:
+    found = {path: oct(path.stat().st_mode & 0o777) for path in unbroken.root.rglob("*") if path.is_file()}
+    umask = os.umask(0)
+    os.umask(umask)
+    assert {path: mode for path, mode in found.items() if mode != oct(0o666 & ~umask)} == {}
+
+
+def test_no_file_of_a_finished_run_changes_unseen(unbroken: Home, capfd: pytest.CaptureFixture[str]) -> None:
+    files = [(unbroken.stage(stage), path) for stage in STAGES for path in unbroken.stage(stage).rglob("*")
+             if path.is_file() and path.name != "stage.json"]
+    names = {str(path.relative_to(folder)) for folder, path in files}
+    assert names > {"prompts.jsonl", "responses.jsonl", "manifest.json", "weights.safetensors", "rows.json",
+                    "token_counts.safetensors", "speculators/model.safetensors", "export.json", "report.json"}
+    for folder, path in files:
+        content, stamp = path.read_bytes(), path.stat().st_mtime_ns
+        apart = path.suffix == ".bin" or "checkpoints" in path.parts  # these have checksums of their own
+        path.write_bytes(content[:-3] if apart else bytes([content[0] ^ 1]) + content[1:])
+        try:
+            with pytest.raises(UserError, match=f"^{path} is not as .*; remove {folder} and run the same c"):
+                pipeline.require_unchanged(folder)
+            if path.name == "export.json":
+                assert str(path) in told(*quick(unbroken, capfd, *SLOW))
+        finally:
+            path.write_bytes(content)
+            os.utime(path, ns=(stamp, stamp))
 
 
 def times(home: Home) -> dict[Path, int]:

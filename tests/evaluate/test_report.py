@@ -213,7 +213,7 @@ def test_unusable_rows_are_one_clear_error(tmp_path: Path, content: str | None, 
     folders = make_run(tmp_path)
     path = folders["evaluate"] / "rows.json"
     path.unlink() if content is None else path.write_text(content)
-    with pytest.raises(UserError, match=expected):
+    with pytest.raises(UserError, match=f"{expected}.*; remove {folders['evaluate']} and run the same comm"):
         run_report(folders, tmp_path)
 
 
@@ -246,7 +246,10 @@ def test_warnings_reach_both_files_and_the_console(tmp_path: Path, capsys: pytes
     report, text, record = run_report(make_run(tmp_path, rows=[make_row([0.3, 0.5])]), tmp_path)
     assert record["warnings"] == len(report["warnings"]) == 1
     assert report["warnings"][0] in Page(text).text
+    folder = tmp_path / "report" / "0000.partial"
+    make_report().tell(folder)
     printed = capsys.readouterr().out
+    assert printed.splitlines()[-1] == str(folder / "report.html")
     assert report["warnings"][0] in printed
     assert "evaluate/counters_agree" in printed
     assert "1.80" in printed

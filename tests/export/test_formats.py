@@ -166,7 +166,8 @@ def test_a_folder_that_cannot_be_read_is_named(tiny_target: Target, tmp_path: Pa
         config.write_text("{")
     else:
         tensors.write_bytes(tensors.read_bytes()[:-100])
-    with pytest.raises(UserError, match=f"{folder} is not a readable {form} speculator"):
+    with pytest.raises(UserError, match=f"{folder} is not a readable {form} speculator .*; remove {tmp_path} "
+                                        "and run the same command again"):
         choose(form).read(folder)
 
 

@@ -170,6 +170,38 @@ def test_a_run_that_only_lacks_its_end_is_finished(target: Target, inputs: dict[
     assert made.read_bytes() == kept.read_bytes()
 
 
+def damaged(path: Path, kind: str) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 16
+    path.write_bytes(data[:-100] if kind == "cut" else data)
+    if kind == "gone":
+        path.unlink()
+
+
+@pytest.mark.parametrize(("kind", "name"), [("flipped", "weights.safetensors"), ("gone", "state.json"),
+                                            ("cut", "optimizer.safetensors")])
+def test_damaged_checkpoints_and_a_torn_log_change_nothing(target: Target, inputs: dict[str, Path],
+                                                           tmp_path: Path, kind: str, name: str,
+                                                           capsys: pytest.CaptureFixture[str]) -> None:
+    """The newest one first, then all: training takes the steps again, to the same bits."""
+    run(stage(target), inputs, tmp_path / "whole")
+    for steps in ("step_000009",), ("step_000006", "step_000009"):
+        Stopped.left, out = 60, tmp_path / str(len(steps))
+        with pytest.raises(KeyboardInterrupt):
+            run(stage(target, source=Stopped), inputs, out)
+        found = sorted(path.name for path in (out / "checkpoints").iterdir())
+        assert found == ["step_000006", "step_000009"]
+        for step in steps:
+            damaged(out / "checkpoints" / step / name, kind)
+        (out / "log.jsonl").write_text((out / "log.jsonl").read_text()[:-30])
+        capsys.readouterr()
+        run(stage(target), inputs, out)
+        said = capsys.readouterr().out
+        assert all(str(out / "checkpoints" / step / name) in said for step in steps)
+        assert ("going on after step 6 of 13" in said) == (len(steps) == 1)
+        check_equal(tmp_path / "whole", out)
+
+
 def test_training_learns_and_measures_held_out_samples(target: Target, inputs: dict[str, Path],
                                                        tmp_path: Path) -> None:
     record = run(stage(target, steps=40, heldout_every=20), inputs, tmp_path / "out")
@@ -230,6 +262,3 @@ def test_training_goes_on_without_held_out_samples(target: Target, inputs: dict[
     responses = write_responses(tmp_path / "responses", SAMPLES)
     record = run(stage(target, steps=2), {**inputs, "responses": responses}, tmp_path / "out")
     assert "heldout_loss" not in record["final"] and record["final"]["loss"] > 0
-
-
-

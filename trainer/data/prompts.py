@@ -150,8 +150,11 @@ class Prompts(Stage):
 
 def read_prompts(folder: Path) -> list[tuple[Prompt, str]]:
     """The prompts of a finished stage with their split, in order."""
-    rows = []
-    for line in (folder / "prompts.jsonl").read_text(encoding="utf-8").split("\n")[:-1]:
+    rows, path = [], folder / "prompts.jsonl"
+    *lines, rest = path.read_text(encoding="utf-8").split("\n")
+    if rest:
+        raise UserError(f"{path} ends in the middle of a row; remove {folder} and run the same command again")
+    for line in lines:
         row = json.loads(line)
         name = row.pop("split")
         rows.append((Prompt(**{**row, "turns": tuple(row["turns"]), "answers": tuple(row["answers"])}), name))

@@ -77,7 +77,6 @@ class Report(Stage):
         (out / "report.json").write_text(text + "\n", encoding="utf-8")
         page = html.render(report, commands, figures.draw(rows, log))
         (out / "report.html").write_text(page, encoding="utf-8")
-        print_tables(report)
         first = headline(rows, exported.get("default_k"))
         passed = sum(gate["passed"] for gate in report["gates"].values())
         return {
@@ -90,10 +89,14 @@ class Report(Stage):
             "warnings": len(report["warnings"]),
         }
 
+    def tell(self, folder: Path) -> None:
+        print_tables(finished_stages.read_json(folder / "report.json"))
+        print(folder / "report.html", flush=True)
+
     def assemble(self, inputs: dict[str, Path], rows: list[dict], log: list[dict], exported: dict) -> dict:
         """The content of `report.json`, but for the serve command."""
         names = [name for name in self.after if name in inputs]
-        finished = {name: finished_stages.read_json(inputs[name] / "stage.json", name) for name in names}
+        finished = {name: finished_stages.read_json(inputs[name] / "stage.json") for name in names}
         return {
             "format": 1,
             "created": datetime.now().astimezone().isoformat(timespec="seconds"),

@@ -99,6 +99,8 @@ class Extract(Probe):
 
     path: str | None
 
+    sized: ClassVar[tuple[str, ...]] = ("shard-*.bin", "index.bin")
+
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
         samples, manifest = _samples(inputs["responses"]), self.manifest()
         found = reuse.adopt(Path(self.path).expanduser(), manifest, samples) if self.path is not None else \

@@ -1,5 +1,6 @@
-"""Where the numbers of a run go: `log.jsonl`, and wandb when a project is named. A resumed run cuts what it
-repeats."""
+"""Where the numbers of a run go: `log.jsonl`, and wandb when a project is named. A resumed run begins the
+file anew with the lines that its checkpoint holds: the file may have lost some, or have some of later steps.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +10,9 @@ from typing import Any
 
 
 class Log:
-    def __init__(self, path: Path, step: int, wandb_project: str | None) -> None:
-        lines = path.read_text().splitlines() if path.exists() else []
-        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
-        path.write_text("".join(line + "\n" for line in kept))
+    def __init__(self, path: Path, lines: list[dict[str, Any]], wandb_project: str | None) -> None:
+        self.lines = list(lines)
+        path.write_text("".join(map(_line, self.lines)))
         self.file = path.open("a")
         self.wandb: Any = None
         if wandb_project:
@@ -21,7 +21,8 @@ class Log:
             self.wandb = wandb.init(project=wandb_project, id=path.parent.name.split(".")[0], resume="allow")
 
     def write(self, numbers: dict[str, Any]) -> None:
-        self.file.write(json.dumps(numbers) + "\n")
+        self.lines.append(numbers)
+        self.file.write(_line(numbers))
         self.file.flush()
         if self.wandb is not None:
             self.wandb.log(numbers, step=numbers["step"])
@@ -30,3 +31,7 @@ class Log:
         self.file.close()
         if self.wandb is not None:
             self.wandb.finish()
+
+
+def _line(numbers: dict[str, Any]) -> str:
+    return json.dumps(numbers) + "\n"

@@ -3,7 +3,6 @@ checkpoint."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -54,6 +53,7 @@ class Train(Stage):
 
     after: ClassVar[tuple[str, ...]] = ("responses", "hidden_states")
     version: ClassVar[int] = 2
+    sized: ClassVar[tuple[str, ...]] = ("checkpoints/*",)
 
     def external(self) -> dict[str, Any]:
         return {"target": self.target.identity}
@@ -88,12 +88,12 @@ class Train(Stage):
             raise UserError(f"train.epochs={self.epochs} gives {rows.count(self.epochs)} packed rows, fewer "
                             f"than train.accumulate={self.accumulate}; lower accumulate or give more prompts")
         optimizer = self.optimizer(drafter.parameters())
-        saved = checkpoint.find(out / "checkpoints")
-        position = {"step": 0, "tokens": 0, "seconds": 0.0, "sums": {}}
+        saved = checkpoint.newest(out / "checkpoints")
+        position = {"step": 0, "tokens": 0, "seconds": 0.0, "sums": {}, "log": []}
         if saved:
-            position |= checkpoint.load(saved[-1], drafter, optimizer)
+            position |= checkpoint.load(saved, drafter, optimizer)
             print(f"train: going on after step {position['step']} of {steps}")
-        log = Log(out / "log.jsonl", position["step"], self.runtime["wandb_project"])
+        log = Log(out / "log.jsonl", position["log"], self.runtime["wandb_project"])
         pace = Pace(steps, self.accumulate, self.warmup, self.floor, self.clip, self.precision)
         watch = _Watch(position)
         sums: dict[str, tuple[float, float]] = position["sums"]  # since the last line of the log
@@ -101,7 +101,8 @@ class Train(Stage):
 
         def save() -> None:
             checkpoint.save(out / "checkpoints", step, drafter, optimizer,
-                            {"tokens": watch.tokens, "seconds": watch.seconds, "sums": sums},
+                            {"tokens": watch.tokens, "seconds": watch.seconds, "sums": sums,
+                             "log": log.lines},
                             self.runtime["keep_checkpoints"])
 
         with Progress("train", total=steps, unit="steps", start=step) as bar, \
@@ -126,9 +127,8 @@ class Train(Stage):
                     save()  # the row that could not be had took no part in what was learnt so far
                 raise
         log.close()
-        final = json.loads((out / "log.jsonl").read_text().splitlines()[-1])
         return {"steps": steps, "tokens": watch.tokens, "train_seconds": round(watch.seconds, 1),
-                "final": final}
+                "final": log.lines[-1]}
 
     @torch.no_grad()
     def _heldout(self, drafter: Drafter, samples: list[Sample],

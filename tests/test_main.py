@@ -423,11 +423,37 @@ def test_help_is_our_own_and_imports_nothing_heavy(toy: Path) -> None:
         assert text in listed
 
 
-def test_help_into_a_closed_pipe(toy: Path) -> None:
-    line = f"{shlex.join(command(toy))} --help | true; exit ${{PIPESTATUS[0]}}"
+GONE = "note: the output cannot be written any more ({}); the run goes on without it"
+FULL = "No space left on device"
+
+
+@pytest.mark.parametrize(("arguments", "where", "code", "said"), [
+    ("--help", "| true", 0, ""), ("--cfg job", "2>&1 | true", 0, ""),
+    ("--help", "> /dev/full", 2, f"error: the output cannot be written ({FULL}); give it another place"),
+    ("", "| true", 0, GONE.format("Broken pipe")), ("", "2>&1 | true", 0, ""), ("", ">&- 2>&-", 0, ""),
+    ("", "> /dev/full", 0, GONE.format(FULL)), ("train.fault=user", "> /dev/full 2>&1", 2, "")])
+def test_nobody_reads_or_can_take_the_output(toy: Path, arguments: str, where: str, code: int,
+                                             said: str) -> None:
+    """A run goes on: its result lies in files. For what is asked for its output, a full disk is an error."""
+    line = f"{shlex.join(command(toy))} {arguments} {where}; exit ${{PIPESTATUS[0]}}"
     told = subprocess.run(["bash", "-c", line], env=environment(toy), text=True, capture_output=True)
-    assert told.returncode == 0
-    assert told.stderr == ""
+    assert (told.returncode, told.stderr.strip()) == (code, said)
+    assert bool(list(Path().glob("runs/report/*/report.json"))) == (arguments == "")
+
+
+def test_ctrl_c_while_the_imports_go_on_is_told_by_nobody(toy: Path) -> None:
+    (toy / "hydra").mkdir()
+    (toy / "hydra/__init__.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    told = subprocess.run([sys.executable, "-m", "trainer"], text=True, capture_output=True,
+                          env=environment(toy) | {"PYTHONPATH": f"{toy}{os.pathsep}{PROJECT}"},
+                          preexec_fn=heed_interrupts)
+    assert (told.returncode, told.stdout, told.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_paths_that_cannot_be(toy: Path, capfd: pytest.CaptureFixture) -> None:
+    for root, said in (("", "run_root= is empty"), ("x" * 300, "File name too long")):
+        assert quick(toy, f"run_root={root}") == 2
+        assert said in only_line(capfd.readouterr().err)
 
 
 def test_the_layout_of_the_wheel(toy: Path) -> None:

@@ -7,10 +7,15 @@ line on standard error. Gives up: Hydra's multirun and its own flags, except `--
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while the imports go on: there is nothing to tell
+
 import contextlib
+import errno
 import os
 import re
-import signal
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -32,6 +37,7 @@ from trainer import __version__, pipeline
 from trainer._paths import NOTHING, Choices, Source, Sources, at, find, holder, unknown
 from trainer.check import Configuration, check, unknown_arguments
 from trainer.errors import UserError
+from trainer.progress import lasting_output
 
 USAGE = """usage: python -m trainer [recipe=NAME] [GROUP=OPTION ...] [KEY=VALUE ...] [FLAG]
 
@@ -59,10 +65,16 @@ Groups = Mapping[str, Mapping[str, Any]]
 
 def main(arguments: list[str] | None = None, choices: Choices | None = None) -> int:
     """Runs the command line and returns its exit code; `choices` other than the installed are for tests."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    with lasting_output(goes_on=not any(argument.startswith("-") for argument in arguments)):
+        return _told(arguments, choices)
+
+
+def _told(arguments: list[str], choices: Choices | None) -> int:
     full = os.environ.get("HYDRA_FULL_ERROR", "") not in ("", "0")
     try:
         with _signals():
-            return _main(sys.argv[1:] if arguments is None else arguments, choices or find())
+            return _main(arguments, choices or find())
     except UserError as error:
         if full:
             traceback.print_exc()
@@ -73,6 +85,8 @@ def main(arguments: list[str] | None = None, choices: Choices | None = None) -> 
     except Exception as error:  # noqa: BLE001 (nothing is hidden: this is where every fault of ours is told)
         if full:
             traceback.print_exc()
+        if getattr(error, "errno", None) == errno.ENAMETOOLONG:
+            return _complain([f"{getattr(error, 'filename', '')}: this path is too long; give a shorter one"])
         first = (str(error).strip().splitlines() or [""])[0]
         told = f"{type(error).__name__}: {first}; set HYDRA_FULL_ERROR=1 for the traceback"
         return _complain([told], "internal error", 1)
@@ -81,7 +95,7 @@ def main(arguments: list[str] | None = None, choices: Choices | None = None) -> 
 def _main(arguments: list[str], choices: Choices) -> int:
     flags, overrides = _flags(arguments)
     if "help" in flags or "version" in flags:
-        _show(_help(choices) if "help" in flags else __version__)
+        print(_help(choices) if "help" in flags else __version__, flush=True)
         return 0
     configuration = compose_configuration(overrides, choices)
     problems = configuration.lines(configuration.broken) if "cfg" in flags else check(
@@ -90,7 +104,7 @@ def _main(arguments: list[str], choices: Choices) -> int:
         return _complain(problems)
     if "cfg" in flags:
         shown = pipeline.masked(configuration.settings if "resolve" in flags else configuration.raw)
-        _show(OmegaConf.to_yaml(OmegaConf.create(shown)).rstrip())
+        print(OmegaConf.to_yaml(OmegaConf.create(shown)).rstrip(), flush=True)
     elif "check" in flags:
         print("the configuration is right", flush=True)
         try:
@@ -270,13 +284,6 @@ def _flags(arguments: list[str]) -> tuple[set[str], list[str]]:
     return flags, overrides
 
 
-def _show(text: str) -> None:
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # whoever reads has seen enough, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def _complain(problems: list[str], kind: str = "error", code: int = 2) -> int:
     print("\n".join(f"{kind}: {problem}" for problem in problems), file=sys.stderr)
     return code
@@ -290,7 +297,8 @@ def _signals() -> Iterator[None]:
         signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt(number)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: stop, signal.SIGHUP: stop}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()
               if signal.getsignal(number) is signal.SIG_DFL}
     try:
         yield

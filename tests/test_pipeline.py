@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -196,7 +197,7 @@ def test_a_record_of_another_fingerprint_is_no_result() -> None:
 
 
 def test_some_stages_only() -> None:
-    with pytest.raises(UserError, match=r"in runs: 'make' \(read by 'use'\); write 'run=\[make,use\]'$"):
+    with pytest.raises(UserError, match=r"leaves out .* 'make' \(read by 'use'\); write 'run=\[make,use\]'"):
         pipeline.run(settings(stages=("use",)))
     assert CALLS == []
     pipeline.run(settings(stages=("make",)))
@@ -223,6 +224,64 @@ def test_all_that_is_left_out_is_named_at_once() -> None:
         pipeline.run(config)
     pipeline.run(settings())
     pipeline.run(config)
+
+
+@dataclass(frozen=True)
+class Needy(Make):
+    """Finds fault with its size beside that of others, with a file, and with the machine."""
+
+    after: ClassVar[tuple[str, ...]] = ("make",)
+
+    def check(self, stages: Mapping[str, Any]) -> dict[str, str]:
+        return {"needy.size": "too large"} if self.size > stages["make"].size else {}
+
+    def external(self) -> dict[str, Any]:
+        if self.size == 2:
+            raise UserError(f"no file {FACTS['file']}")
+        return {}
+
+    def preflight(self) -> None:
+        CALLS.append("preflight")
+        if FACTS.get("broken"):
+            raise UserError(f"no {FACTS['broken']} here")
+
+    def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
+        return {}
+
+
+def needy(*sizes: int, run: tuple[str, ...] = ("make", "needy", "other")) -> dict[str, Any]:
+    made = settings(stages=run)
+    return made | {name: made["make"] | {"_target_": f"{__name__}.Needy", "size": size}
+                   for name, size in zip(("needy", "other"), sizes, strict=True)}
+
+
+def test_stages_find_fault_with_settings_that_do_not_go_together() -> None:
+    assert pipeline.check(needy(3, 1)) == {}
+    assert pipeline.check(needy(4, 4)) == {"needy.size": "too large"}
+    assert pipeline.check(needy(4, 4, run=("make",))) == {}, "what is not reached is not judged"
+    assert CALLS == []
+
+
+def test_what_is_missing_is_told_at_once_and_before_anything_runs() -> None:
+    FACTS.update(file="a", broken="server")
+    with pytest.raises(UserError, match=r"^no file a\nno server here$"):
+        pipeline.run(needy(2, 2))  # the same fault of two stages is told once
+    with pytest.raises(UserError, match=r"'make' \(read by 'needy'\); write 'run=\[make,needy\]'"):
+        pipeline.run(needy(1, 1, run=("needy",)))
+    with pytest.raises(UserError, match=r"^no server here$"):
+        pipeline.run(needy(1, 1))
+    assert CALLS == ["preflight"] * 4 and not Path("runs").exists()
+
+
+def test_a_finished_stage_needs_nothing() -> None:
+    pipeline.run(needy(1, 1, run=("make", "needy")))
+    CALLS.clear()
+    stages = plan(needy(1, 1, run=("make", "needy")))
+    FACTS["broken"] = "server"
+    pipeline.preflight(stages, ["make", "needy"])
+    assert CALLS == []
+    with pytest.raises(UserError, match="no server here"):
+        pipeline.preflight(plan(needy(3, 1, run=("needy",))), ["needy"])
 
 
 def test_the_order_is_that_of_the_dependence() -> None:

@@ -104,18 +104,17 @@ class Source:
 
 @dataclass(frozen=True)
 class Sources:
-    """Who set what: the files in the order of their merging, and the keys given on the command line."""
+    """Who set what: the files in the order of their merging, and the keys given on the command line (not the
+    groups chosen there, whose keys come from files)."""
 
     files: tuple[Source, ...] = ()
     given: tuple[str, ...] = ()
 
     def origin(self, key: str) -> str:
         """Who set the key last; for a key that nobody set, who set the node that should have it."""
-        if any(key == given or key.startswith(f"{given}.") for given in self.given):
+        if any(f"{key}.".startswith(f"{given}.") or given.startswith(f"{key}.") for given in self.given):
             return COMMAND_LINE
         file = self._file(key)
-        if file is None and any(given.startswith(f"{key}.") for given in self.given):
-            return COMMAND_LINE
         parent = key.rpartition(".")[0]
         if file is None and parent:
             node = f"{parent}._target_"
@@ -144,8 +143,10 @@ def at(tree: Any, key: str) -> Any:
 
 
 def holder(raw: Any, key: str) -> str:
-    """The key that holds the value of `key`: itself, or where its `${...}` leads as far as that exists."""
-    seen = [key]
+    """The key that holds the value of `key`: itself, or where its `${...}`, or that of what it lies in, leads
+    as far as that exists."""
+    parent, _, name = key.rpartition(".")
+    seen = [key := f"{holder(raw, parent)}.{name}" if parent else key]
     while (link := re.fullmatch(r"\$\{([\w.]+)\}", str(at(raw, key)))) and at(raw, link[1]) is not NOTHING:
         key = link[1]
         if key in seen:
@@ -167,7 +168,7 @@ def unknown(key: str, siblings: Collection[str], tree: dict[str, Any], rest: str
         found = [path for path, leaf in leaves.items() if leaf in alike][:2]
     if found:
         return f"unknown key; nearest: {' or '.join(found)}"
-    return f"unknown key; {parent or 'the configuration'} takes {', '.join(sorted(siblings)) or 'none'}"
+    return f"unknown key; {parent or 'the configuration'} takes {', '.join(sorted(set(siblings))) or 'none'}"
 
 
 def paths(tree: Any, start: str = "") -> Iterator[str]:

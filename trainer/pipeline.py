@@ -14,6 +14,7 @@ import platform
 import shutil
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -24,7 +25,7 @@ from hydra.utils import instantiate
 
 from trainer import __version__, _folders
 from trainer._folders import full_disk, locked, read_sealed, write_json, write_sealed
-from trainer.errors import UserError
+from trainer.errors import UserError, gathered
 from trainer.progress import clock, compact
 
 SECRETS = ("token", "api_key", "password", "secret")
@@ -42,9 +43,19 @@ class Stage(ABC):
     lasting: ClassVar[bool] = True  # False: a view of how things are now, made anew every time
     sized: ClassVar[tuple[str, ...]] = ()  # globs of files with checksums of their own, or that may grow
 
+    def check(self, stages: Mapping[str, Any]) -> dict[str, str]:
+        """By key what is wrong with settings that are right one by one, of this stage or together with those
+        of `stages`, by name all that it stands on. Cheap: nothing outside the settings is looked at."""
+        return {}
+
     def external(self) -> dict[str, Any]:
         """JSON-able facts outside the settings that decide the result, such as the hash of an input file."""
         return {}
+
+    def preflight(self) -> None:
+        """Raises UserError unless what it needs on this machine is there. Asked of every stage that will run,
+        before the first one does."""
+        return
 
     @abstractmethod
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
@@ -146,31 +157,51 @@ def require_unchanged(folder: Path) -> None:
         raise UserError(f"{found}; remove {folder} and run the same command again")
 
 
+def check(settings: dict[str, Any]) -> dict[str, str]:
+    """By key what the stages that `run` reaches find wrong with their settings, before anything is done."""
+    stages = _stages(settings)
+    return {key: text for stage in stages.values() for key, text in stage.check(stages).items()}
+
+
 def plan(settings: dict[str, Any]) -> list[Planned]:
-    """The stages in `run` and all that they stand on, in order of their dependence."""
+    """The stages in `run` and all that they stand on, in order of their dependence. Raises once for all that
+    is missing on this machine, where that keeps a stage from being planned."""
     root = _folders.usable("run_root", settings["run_root"], max(settings["run"], key=len, default=""))
     planned: dict[str, Planned] = {}
+    with gathered() as attempt:
+        for name, stage in _stages(settings).items():
+            upstreams, external = (*stage.after, *stage.uses), attempt(stage.external)
+            if external is None or not planned.keys() >= {*upstreams}:  # no fingerprint, so nothing finished
+                if name in settings["run"]:
+                    attempt(stage.preflight)
+                continue
+            inputs = {upstream: planned[upstream].fingerprint for upstream in upstreams}
+            node = masked(settings[name])
+            digest = fingerprint(node, stage.version, external, inputs)
+            planned[name] = Planned(name, stage, node, digest, inputs, root / name / digest[:16])
+    return list(planned.values())
+
+
+def _stages(settings: dict[str, Any]) -> dict[str, Stage]:
+    """The stages in `run` and all that they stand on, built, in order of their dependence."""
+    built: dict[str, Stage] = {}
 
     def add(name: str, reader: str, open_stages: tuple[str, ...]) -> None:
         assert name not in open_stages, f"stages read each other in a circle: {(*open_stages, name)}"
-        if name in planned:
+        if name in built:
             return
         if not isinstance(settings.get(name), dict):
             raise UserError(f"stage '{reader}' reads '{name}', which the configuration does not have; "
                             f"choose an option for the group {name}")
         stage = build(settings[name])
         assert isinstance(stage, Stage), f"{name} is no Stage but {type(stage).__name__}"
-        upstreams = (*stage.after, *stage.uses)
-        for upstream in upstreams:
+        for upstream in (*stage.after, *stage.uses):
             add(upstream, name, (*open_stages, name))
-        inputs = {upstream: planned[upstream].fingerprint for upstream in upstreams}
-        node = masked(settings[name])
-        digest = fingerprint(node, stage.version, stage.external(), inputs)
-        planned[name] = Planned(name, stage, node, digest, inputs, root / name / digest[:16])
+        built[name] = stage
 
     for name in settings["run"]:
         add(name, name, ())
-    return list(planned.values())
+    return built
 
 
 def show(stages: list[Planned], settings: dict[str, Any]) -> None:
@@ -188,29 +219,8 @@ def show(stages: list[Planned], settings: dict[str, Any]) -> None:
         print(f"results go to {root.resolve()}; run_root= puts them elsewhere", flush=True)
 
 
-def run(settings: dict[str, Any]) -> Path:
-    """Goes through the stages named in `run`; returns report.json or the last stage's folder."""
-    stages = plan(settings)
-    show(stages, settings)
-    by_name = {planned.name: planned for planned in stages}
-    wanted = [planned for planned in stages if planned.name in settings["run"]]
-    read = _require_inputs(stages, settings["run"])
-    for planned in stages:
-        if planned.state == "reuse" and (planned in wanted or planned.name in read):
-            require_unchanged(planned.folder)
-    for planned in wanted:
-        if planned.state != "reuse":
-            _execute(planned, {name: by_name[name].folder.resolve() for name in planned.inputs
-                               if name in planned.stage.after or by_name[name].state == "reuse"})
-    _remember(Path(settings["run_root"]).expanduser(), stages)
-    for planned in wanted:
-        planned.stage.tell(planned.folder)
-    result = by_name["report"].folder / "report.json" if "report" in settings["run"] else wanted[-1].folder
-    return result if result.exists() else wanted[-1].folder
-
-
-def _require_inputs(stages: list[Planned], names: list[str]) -> set[str]:
-    """What the stages that will be run read; raises once for all that is neither finished nor in `run`."""
+def require_inputs(stages: list[Planned], names: list[str]) -> set[str]:
+    """What the stages of these names read; raises once for all that is neither finished nor among them."""
     read: set[str] = set()
     missing: dict[str, str] = {}
     for planned in reversed(stages):  # whoever reads a stage comes before it
@@ -226,6 +236,36 @@ def _require_inputs(stages: list[Planned], names: list[str]) -> set[str]:
         raise UserError(f"run= leaves out what has no finished folder for these settings in "
                         f"{stages[0].folder.parent.parent}: {named}; write 'run=[{whole}]'")
     return read | {name for planned in stages if planned.name in names for name in planned.stage.uses}
+
+
+def preflight(stages: list[Planned], names: list[str]) -> None:
+    """Raises once for all that is missing on this machine for those of these names that will run."""
+    with gathered() as attempt:
+        for planned in stages:
+            if planned.name in names and planned.state != "reuse":
+                attempt(planned.stage.preflight)
+
+
+def run(settings: dict[str, Any]) -> Path:
+    """Goes through the stages named in `run`; returns report.json or the last stage's folder."""
+    stages = plan(settings)
+    show(stages, settings)
+    read = require_inputs(stages, settings["run"])
+    preflight(stages, settings["run"])
+    by_name = {planned.name: planned for planned in stages}
+    wanted = [planned for planned in stages if planned.name in settings["run"]]
+    for planned in stages:
+        if planned.state == "reuse" and (planned in wanted or planned.name in read):
+            require_unchanged(planned.folder)
+    for planned in wanted:
+        if planned.state != "reuse":
+            _execute(planned, {name: by_name[name].folder.resolve() for name in planned.inputs
+                               if name in planned.stage.after or by_name[name].state == "reuse"})
+    _remember(Path(settings["run_root"]).expanduser(), stages)
+    for planned in wanted:
+        planned.stage.tell(planned.folder)
+    result = by_name["report"].folder / "report.json" if "report" in settings["run"] else wanted[-1].folder
+    return result if result.exists() else wanted[-1].folder
 
 
 def _execute(planned: Planned, inputs: dict[str, Path]) -> None:

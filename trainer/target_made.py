@@ -15,16 +15,24 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from trainer import _folders
 from trainer.errors import UserError
+from trainer.ranges import AtLeast, Count, Seed, Text
 from trainer.target import TargetSource
 
 MADE = "made.json"  # the sums of the other files in a made folder
 CHATML = ("{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
           "{{ message['content'] }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Where what is made is kept: the folder `cache`."""
+
+    cache: Text
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,7 @@ class PackagedGguf(TargetSource):
     and for the server alike, so nothing is lost between the two. """
 
     package: str
-    runtime: dict[str, Any]  # cache: folder
+    runtime: Kept
 
     def folder(self) -> Path:
         spec = importlib.util.find_spec(self.package)
@@ -47,27 +55,27 @@ class PackagedGguf(TargetSource):
             raise UserError(f"package {self.package} holds no .gguf file; install a version that ships the "
                             "model")
         name = f"{self.package}-{hashlib.sha256(files[0].read_bytes()).hexdigest()[:12]}"
-        return _made_once(self.runtime["cache"], name, lambda folder: _dequantise(files[0], folder))
+        return _made_once(self.runtime.cache, name, lambda folder: _dequantise(files[0], folder))
 
 
 @dataclass(frozen=True)
 class RandomLlama(TargetSource):
     """A random Llama with a byte-level tokenizer and a ChatML template, for tests and dry runs."""
 
-    hidden_size: int
-    layers: int
-    heads: int
-    key_value_heads: int
-    intermediate_size: int
-    vocab_size: int
+    hidden_size: Count
+    layers: Count
+    heads: Count
+    key_value_heads: Count
+    intermediate_size: Count
+    vocab_size: Annotated[int, AtLeast(264)]
     tied: bool
-    seed: int
-    runtime: dict[str, Any]
+    seed: Seed
+    runtime: Kept
 
     def folder(self) -> Path:
         settings = {key: value for key, value in asdict(self).items() if key != "runtime"}
         name = "random-" + hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
-        return _made_once(self.runtime["cache"], name, self._make)
+        return _made_once(self.runtime.cache, name, self._make)
 
     def _make(self, folder: Path) -> None:
         import torch

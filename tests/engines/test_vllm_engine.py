@@ -20,8 +20,8 @@ from hypothesis import strategies as some
 from peer import CONFIG, VOCABULARY, Peer, states_of, until
 from vllm_support import small_server
 
-from trainer.__main__ import compose_configuration
 from trainer._paths import find
+from trainer.compose import compose_configuration
 from trainer.engines import vllm_client, vllm_pool
 from trainer.engines.vllm_engine import VllmEngine, VllmEngineRuntime
 from trainer.errors import UserError

@@ -21,7 +21,7 @@ from trainer.engines.vllm_client import SpecCounters, request
 from trainer.engines.vllm_server import RunningServer
 from trainer.errors import UserError
 from trainer.records import Completion, Sampling
-from trainer.target_made import RandomLlama
+from trainer.target_made import Kept, RandomLlama
 
 GREEDY = Sampling(max_new_tokens=24, temperature=0.0, top_p=1.0, seed=0)
 PROMPTS = [[10, 20, 30], [40, 50, 60, 70], [80], [90, 100, 110, 120, 130]]
@@ -39,7 +39,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=512,
         tied=False,
         seed=3,
-        runtime={"cache": str(tmp_path_factory.mktemp("cache"))},
+        runtime=Kept(str(tmp_path_factory.mktemp("cache"))),
     ).folder()
 
 

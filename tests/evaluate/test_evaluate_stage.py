@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +14,11 @@ from tiny import dflash, engine, make_dflash, uneven
 
 from trainer.architectures.dflash import DFlash
 from trainer.data.prompts import Jsonl, Prompts
-from trainer.errors import GateFailed, UserError
+from trainer.errors import GateFailed
 from trainer.evaluate.decode import decode
 from trainer.evaluate.rows import Tally, in_process
 from trainer.evaluate.stage import Evaluate
-from trainer.export.formats import Serving, choose
+from trainer.export.formats import FORMATS, Serving
 from trainer.records import Sampling
 from trainer.target import Target
 
@@ -34,7 +35,7 @@ def inputs(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> dic
     source.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
     Prompts(Jsonl(str(source)), None, 6).run({}, folder / "prompts")
     drafter = uneven(dflash(tiny_target, block_size=8, layers=1))
-    choose("speculators").write(folder / "export/speculators", drafter.export(),
+    FORMATS["speculators"].write(folder / "export/speculators", drafter.export(),
                                 Serving("t", ["LlamaForCausalLM"], 3), torch.float32)
     (folder / "export/export.json").write_text(json.dumps({"method": "dflash", "max_k": 7}))
     return {"prompts": folder / "prompts", "export": folder / "export"}
@@ -83,11 +84,19 @@ def test_the_folder_is_what_is_measured(tiny_target: Target, inputs: dict[str, P
     assert (row["prompts"], row["output_tokens"]) == (6, total.output_tokens)
 
 
-@pytest.mark.parametrize("k", [8, 0])
-def test_a_draft_longer_than_trained_is_refused_with_the_number(tiny_target: Target, inputs: dict[str, Path],
-                                                                tmp_path: Path, k: int) -> None:
-    with pytest.raises(UserError, match=f"evaluate.k={k} must lie between 1 and 7"):
-        stage(tiny_target, k=[3, k]).run(inputs, tmp_path)
+def judged(evaluate: Evaluate, heldout: int = 6) -> dict[str, str]:
+    return evaluate.check({"prompts": Prompts(Jsonl("any"), None, heldout),
+                           "export": SimpleNamespace(formats=["speculators"])})
+
+
+def test_settings_that_need_each_other(tiny_target: Target) -> None:
+    assert judged(stage(tiny_target, k=[4, 1])) == {}
+    assert judged(stage(tiny_target, k=[3, 5, 9])) == {
+        f"evaluate.k.{place}": f"must lie between 1 and 4, the longest draft of this drafter, but is {k}"
+        for place, k in ((1, 5), (2, 9))}
+    assert judged(stage(tiny_target, format="native")) == {
+        "evaluate.format": "must be one of export.formats (speculators), but is native"}
+    assert list(judged(stage(tiny_target), heldout=0)) == ["prompts.heldout"]
 
 
 def test_a_text_that_changes_with_the_drafter_stops_the_run(tiny_target: Target, inputs: dict[str, Path],
@@ -97,13 +106,6 @@ def test_a_text_that_changes_with_the_drafter_stops_the_run(tiny_target: Target,
     monkeypatch.setattr("trainer.engines.transformers.TransformersSession.rewind", lambda self, length: None)
     with pytest.raises(GateFailed, match="gate in_process_lossless failed: .* must be <= 0"):
         stage(tiny_target).run(inputs, tmp_path)
-
-
-def test_some_prompt_must_be_held_out(tiny_target: Target, inputs: dict[str, Path], tmp_path: Path) -> None:
-    lines = (inputs["prompts"] / "prompts.jsonl").read_text().splitlines()
-    (tmp_path / "prompts.jsonl").write_text("".join(line + "\n" for line in lines if '"train"' in line))
-    with pytest.raises(UserError, match="no held-out prompt to evaluate on; raise prompts.heldout"):
-        stage(tiny_target).run({**inputs, "prompts": tmp_path}, tmp_path)
 
 
 def test_some_prompts_stand_for_all(tiny_target: Target, inputs: dict[str, Path], tmp_path: Path) -> None:

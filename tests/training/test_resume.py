@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,12 @@ from safetensors.torch import load_file
 from tiny import OFFLINE, copied, finished_inputs, make_dflash, random_samples, write_responses
 
 from trainer.errors import UserError
-from trainer.hidden_states.offline import Offline
+from trainer.hidden_states.offline import Offline, OfflineRuntime
 from trainer.records import Sample
 from trainer.target import Target
 from trainer.training.build import load_trained
 from trainer.training.rows import Rows
-from trainer.training.stage import Train
+from trainer.training.stage import Train, TrainRuntime
 
 CONF = Path(__file__).parents[2] / "conf"
 SAMPLES = [Sample(sample.id, sample.tokens, sample.loss_mask) for sample in
@@ -39,8 +40,7 @@ def node(group: str, name: str, **changes: Any) -> dict[str, Any]:
 
 def stage(target: Target, optimizer: str = "adamw", **changes: Any) -> Train:
     """Two epochs and a half; a checkpoint every third step, a line of the log every second."""
-    runtime = {"device": "cpu", "checkpoint_every": 3, "keep_checkpoints": 2, "log_every": 2,
-               "wandb_project": None}
+    runtime = TrainRuntime("cpu", checkpoint_every=3, keep_checkpoints=2, log_every=2, wandb_project=None)
     kind = get_class(yaml.safe_load((CONF / f"optimizer/{optimizer}.yaml").read_text())["_target_"])
     known = partial(kind, **node("optimizer", optimizer, lr=3e-3))
     settings = {"target": target, "drafter": make_dflash(anchors=16, layers=1), "source": OFFLINE,
@@ -79,13 +79,32 @@ def check_equal(one: Path, two: Path) -> None:
     assert (one / "token_counts.safetensors").read_bytes() == (two / "token_counts.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"optimizer": partial(torch.optim.AdamW, lr=-1.0)}, "not take its settings: Invalid learning rate: -1"),
+    ({"drafter": make_dflash(start_layers=[0, 3])}, "start_layers names layer 3, but tiny has 3 layers"),
+    ({"runtime": TrainRuntime("cuda:99", 1, 1, 1, None)}, "train.runtime.device=cuda:99, but PyTorch finds")])
+def test_what_cannot_be_trained_is_said_before_any_stage_runs(target: Target, changes: dict[str, Any],
+                                                              said: str) -> None:
+    stage(target).preflight()
+    with pytest.raises(UserError, match=said):
+        replace(stage(target), **changes).preflight()
+    with pytest.raises(UserError, match="target.mask_token 'none' is not one of"):
+        stage(replace(target, mask_token="none")).preflight()
+
+
+def test_settings_of_the_drafter_are_judged_together(target: Target) -> None:
+    assert stage(target).check({}) == {}
+    found = stage(target, drafter=make_dflash(start_layers=[0])).check({})
+    assert list(found) == ["train.drafter.start_layers"]
+
+
 class Stopped(Offline):
     """Stops like a key press when states were asked for a given number of times."""
 
     left = 0
 
     def __init__(self, folder: Path, layers: Sequence[int]) -> None:
-        super().__init__(folder, layers, {"verify": "first", "ahead": 0})
+        super().__init__(folder, layers, OfflineRuntime("first", 0))
 
     def get(self, sample: Sample) -> Any:
         Stopped.left -= 1

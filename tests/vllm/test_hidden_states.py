@@ -21,10 +21,10 @@ from safetensors import safe_open
 from torch import Tensor
 from vllm_support import small_server, vllm_python, wait_until
 
-from trainer.__main__ import compose_configuration
 from trainer._paths import find
+from trainer.compose import compose_configuration
 from trainer.engines import vllm_process
-from trainer.engines.transformers import TransformersEngine
+from trainer.engines.transformers import TransformersEngine, TransformersRuntime
 from trainer.engines.vllm_engine import VllmEngine, VllmEngineRuntime
 from trainer.engines.vllm_server import RunningServer
 from trainer.engines.vllm_states import NAME, place_connector, with_connector
@@ -80,7 +80,7 @@ def engine(target: Target, dtype: str, logs: Path, **changes: Any) -> VllmEngine
 
 
 def reference(target: Target, dtype: str, rows: list[list[int]]) -> list[HiddenStates]:
-    made = TransformersEngine(dtype, 1, 0, 256, False, {"device": "cpu"})
+    made = TransformersEngine(dtype, 1, 0, 256, False, TransformersRuntime("cpu"))
     with made.load(target.folder, target.end_ids):
         return list(made.hidden_states(rows, TAPS))
 
@@ -193,7 +193,7 @@ class TestJoined:
         keys = [str(number) for number in range(4)]
         with engine(target, "float32", tmp_path, answer_urls=[joined.url]) as asked:
             found = asked.generate(rows[:4], keys, sampling)
-        with TransformersEngine("float32", 4, 0, 256, False, {"device": "cpu"}).load(
+        with TransformersEngine("float32", 4, 0, 256, False, TransformersRuntime("cpu")).load(
                 target.folder, target.end_ids) as here:
             assert [each.tokens for each in found] == [each.tokens for each in
                                                       here.generate(rows[:4], keys, sampling)]

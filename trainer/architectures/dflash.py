@@ -24,7 +24,8 @@ from trainer.architectures import losses, vocabulary
 from trainer.architectures.base import DraftContext, Drafter, Exported
 from trainer.architectures.block_layers import BlockLayer
 from trainer.architectures.layers import RMSNorm, Rotary
-from trainer.kernels.select import block_attention
+from trainer.kernels.select import BlockAttention, block_attention
+from trainer.ranges import Count, Layers, Positive, Seed, SequenceLength
 from trainer.records import Batch, Ratio, Step
 from trainer.target_head import TargetHead
 
@@ -44,14 +45,14 @@ class DFlash(Drafter):
 
     method = "dflash"
 
-    def __init__(self, context: DraftContext, layers: int, block_size: int, anchors: int,
-                 tap_layers: Sequence[int], draft_vocab_size: int | None, intermediate_size: int | None,
-                 objective: Literal["ce", "kl"], decay_gamma: float, start_layers: Sequence[int],
-                 loss_chunk: int, attention: str, seed: int) -> None:
+    def __init__(self, context: DraftContext, layers: Count, block_size: SequenceLength, anchors: Count,
+                 tap_layers: Layers, draft_vocab_size: Count | None, intermediate_size: Count | None,
+                 objective: Literal["ce", "kl"], decay_gamma: Positive, start_layers: Sequence[int],
+                 loss_chunk: Count, attention: BlockAttention, seed: Seed) -> None:
         super().__init__()
         self.tap_layers = tuple(sorted(set(tap_layers)))
         self.needs_last = objective == "kl"
-        self.max_k = block_size - 1
+        self.max_k = self.longest_draft(block_size=block_size)
         self.block_size, self.anchors, self.objective = block_size, anchors, objective
         self.loss_chunk, self.head, self.mask_token_id = loss_chunk, context.head, context.mask_token_id
         self.geometry = _geometry(context.config, layers, intermediate_size)
@@ -92,9 +93,6 @@ class DFlash(Drafter):
         self.norm.weight.data.copy_(context.head.norm.float() + context.head.norm_offset)
         if not start_layers:
             return
-        if len(start_layers) != len(self.layers):
-            raise ValueError(f"drafter.start_layers {list(start_layers)} must name one target layer for each "
-                             f"of the {len(self.layers)} draft layers, or none")
         offset = context.head.norm_offset  # of the norms, whose weights are the only vectors
         tensors = [{name: tensor.float() + offset if tensor.ndim == 1 else tensor
                     for name, tensor in context.layer_tensors[index].items()} for index in start_layers]
@@ -106,6 +104,17 @@ class DFlash(Drafter):
             self.fc.weight.mul_(0.1)
             if self.head.hidden_size == self.geometry["hidden_size"]:
                 self.fc.weight[:, -self.head.hidden_size:] += torch.eye(self.head.hidden_size)
+
+    @classmethod
+    def longest_draft(cls, **settings: Any) -> int:
+        return settings["block_size"] - 1
+
+    @classmethod
+    def check(cls, **settings: Any) -> dict[str, str]:
+        given, layers = settings["start_layers"], settings["layers"]
+        return {} if len(given) in (0, layers) else {
+            "start_layers": f"must name one target layer for each of the {layers} draft layers, or none, but "
+                            f"is {list(given)}"}
 
     @classmethod
     def initial_layers(cls, **settings: Any) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 from trainer.errors import UserError
 from trainer.pipeline import Stage
+from trainer.ranges import Amount, Count
 from trainer.records import Prompt
 
 Row = tuple[Prompt, str | None]  # a prompt and, where the source says so, its split
@@ -122,8 +123,8 @@ class Prompts(Stage):
     of which as many must exist."""
 
     source: PromptSource
-    limit: int | None
-    heldout: int
+    limit: Count | None
+    heldout: Amount
 
     after: ClassVar[tuple[str, ...]] = ()
     version: ClassVar[int] = 1

@@ -24,6 +24,7 @@ from trainer.engines.base import TargetEngine
 from trainer.errors import UserError
 from trainer.pipeline import Stage
 from trainer.progress import Progress
+from trainer.ranges import SequenceLength
 from trainer.records import Prompt, Sample, Sampling
 from trainer.target import Target
 
@@ -135,7 +136,7 @@ class AsGiven(Stage):
     """Keeps the answers that the data brings (off-policy); the mask comes from the chat template."""
 
     target: Target
-    max_length: int
+    max_length: SequenceLength
 
     after: ClassVar[tuple[str, ...]] = ("prompts",)
     version: ClassVar[int] = 1

@@ -30,6 +30,7 @@ from trainer.engines.vllm_pool import Pool
 from trainer.engines.vllm_server import RunningServer, VllmServer
 from trainer.engines.vllm_states import Shape, StatesReader, place_connector, start_command, with_connector
 from trainer.errors import UserError
+from trainer.ranges import Count, Dtype, Positive, SequenceLength, Url
 from trainer.records import Completion, HiddenStates, Sampling
 
 PROBE = (0, 1, 2)  # token ids that every vocabulary has
@@ -45,12 +46,12 @@ class VllmEngineRuntime:
     take `patience_s` seconds to come back, a file `file_wait_s` after its answer. `logs` takes the logs of
     started servers."""
 
-    answer_urls: list
-    state_urls: list
+    answer_urls: list[Url]
+    state_urls: list[Url]
     shared_folder: str | None
-    in_flight: int
-    patience_s: float
-    file_wait_s: float
+    in_flight: Count
+    patience_s: Positive
+    file_wait_s: Positive
     logs: str
 
 
@@ -58,8 +59,8 @@ class VllmEngine(TargetEngine):
     """`server` says how one is started, but for its longest sequence: `max_length` tokens. `batch` prompts
     are handed over at once."""
 
-    def __init__(self, server: VllmServer, dtype: str, batch: int, max_length: int, trust_remote_code: bool,
-                 runtime: VllmEngineRuntime) -> None:
+    def __init__(self, server: VllmServer, dtype: Dtype, batch: Count, max_length: SequenceLength,
+                 trust_remote_code: bool, runtime: VllmEngineRuntime) -> None:
         if server.url is not None:
             raise UserError(f"target_engine.server.url={server.url} is not used, since answers and hidden "
                             "states come from different servers: set target_engine.runtime.answer_urls or "

@@ -23,6 +23,7 @@ from rich.table import Table
 from trainer.errors import UserError
 from trainer.evaluate import figures, finished_stages, html
 from trainer.pipeline import Stage
+from trainer.ranges import NotNegative
 
 TABLE = {"box": box.SIMPLE_HEAD, "title_justify": "left", "title_style": "bold"}
 EXTRA = ("matplotlib", "jinja2")
@@ -49,18 +50,16 @@ class Report(Stage):
 
     recipe: str | None
     serve_with: str
-    identity_tolerance: float
-    rise_tolerance: float
+    identity_tolerance: NotNegative
+    rise_tolerance: NotNegative
 
-    def external(self) -> dict:
-        """Nothing outside the settings decides a report; what it needs is missed before the run."""
+    def preflight(self) -> None:
         for package in EXTRA:
             if find_spec(package) is None:
                 raise UserError(
                     f"The report needs {package}, which is not installed; install the extra with "
                     "pip install 'speculator-trainer[report]', or leave report out of run=."
                 )
-        return {}
 
     def run(self, inputs: dict[str, Path], out: Path) -> dict:
         rows = finished_stages.read_rows(inputs)

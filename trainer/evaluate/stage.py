@@ -9,29 +9,29 @@ starts over: speeds are compared within one run, on a machine in one state. """
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from trainer.architectures.base import Drafter
 from trainer.data.chat import Chat
 from trainer.data.prompts import read_prompts
 from trainer.data.responses import messages_of
 from trainer.engines.base import TargetEngine
-from trainer.errors import UserError
 from trainer.evaluate import rows
 from trainer.evaluate.decode import decode
 from trainer.evaluate.serving import Measurement, compare, measure
-from trainer.export.formats import choose
+from trainer.export.formats import FORMATS, FormatName
 from trainer.gates import Gate, require
 from trainer.pipeline import Stage
 from trainer.progress import Progress
+from trainer.ranges import Amount, Count, Distinct, Dtype, Filled, NotNegative
 from trainer.records import Completion, Sampling
 from trainer.target import Target
 from trainer.target_head import load_target_head
-from trainer.training.build import MakeDrafter
+from trainer.training.build import MakeDrafter, draft_problem
 
 Question = tuple[str, str, list[int]]  # id, category, prompt ids
 
@@ -46,33 +46,42 @@ class Evaluate(Stage):
     drafter: MakeDrafter
     engine: TargetEngine
     server: Any  # VllmServer, or None
-    dtype: str
+    dtype: Dtype
     sampling: Sampling
-    prompts: int
-    k: list[int]
-    users: int
-    warmup: int
-    rounds: int | None
-    format: str
-    agreement: float
+    prompts: Count
+    k: Annotated[list[Count], Filled(), Distinct()]
+    users: Count
+    warmup: Amount
+    rounds: Count | None
+    format: FormatName
+    agreement: NotNegative
 
     after: ClassVar[tuple[str, ...]] = ("prompts", "export")
     version: ClassVar[int] = 2
 
+    def check(self, stages: Mapping[str, Any]) -> dict[str, str]:
+        found = {f"evaluate.k.{place}": draft_problem(self.drafter, k) for place, k in enumerate(self.k)}
+        problems = {key: text for key, text in found.items() if text is not None}
+        if self.format not in stages["export"].formats:
+            known = ", ".join(stages["export"].formats)
+            problems["evaluate.format"] = f"must be one of export.formats ({known}), but is {self.format}"
+        if stages["prompts"].heldout == 0:
+            problems["prompts.heldout"] = ("must be at least 1, since evaluate measures on held-out prompts, "
+                                           "but is 0; or leave evaluate and report out of run=")
+        return problems
+
     def external(self) -> dict[str, Any]:
+        return {"target": self.target.identity}
+
+    def preflight(self) -> None:
         if self.server is not None:
             self.server.preflight()
-        return {"target": self.target.identity}
 
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
         folder = inputs["export"] / self.format
         facts = json.loads((inputs["export"] / "export.json").read_text())
-        too_long = [k for k in self.k if not 1 <= k <= facts["max_k"]]
-        if too_long:
-            raise UserError(f"evaluate.k={too_long[0]} must lie between 1 and {facts['max_k']}, the longest "
-                            "draft that this drafter was trained for (max_k)")
         head = load_target_head(self.target.folder, self.target.config)
-        drafter = self.drafter.func.restore(choose(self.format).read(folder), self.format, head)
+        drafter = self.drafter.func.restore(FORMATS[self.format].read(folder), self.format, head)
         questions = self._questions(inputs["prompts"])
         base = {"model": self.target.name, "method": facts["method"], "users": self.users,
                 "dtype": self.dtype, "prompts": len(questions)}
@@ -90,8 +99,6 @@ class Evaluate(Stage):
     def _questions(self, folder: Path) -> list[Question]:
         chat = Chat(self.target.tokenizer, self.target.template, self.target.end_ids)
         heldout = [prompt for prompt, name in read_prompts(folder) if name == "heldout"]
-        if not heldout:
-            raise UserError("there is no held-out prompt to evaluate on; raise prompts.heldout")
         step = max(1, len(heldout) // self.prompts)
         return [(prompt.id, prompt.category, chat.prompt(messages_of(prompt, [])))
                 for prompt in heldout[::step][:self.prompts]]

@@ -11,7 +11,7 @@ import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -87,10 +87,6 @@ class Native(Format):
         return config, config
 
 
+FormatName = Literal["speculators", "native"]
 FORMATS: dict[str, Format] = {form.name: form for form in (Speculators(), Native())}
 
-
-def choose(name: str) -> Format:
-    if name not in FORMATS:
-        raise UserError(f"export.formats names {name!r}; known are {', '.join(FORMATS)}")
-    return FORMATS[name]

@@ -6,13 +6,14 @@ import errno
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from trainer.errors import UserError
+from trainer.ranges import Gives
 from trainer.records import HiddenStates, Sample
 
 Storage = Literal["native", "float8_e4m3fn"]
@@ -40,6 +41,10 @@ class HiddenStateSource(ABC):
 
     @abstractmethod
     def close(self) -> None: ...
+
+
+# A source's YAML node, waiting for a finished `hidden_states` stage and the layers to give.
+MakeSource = Annotated[Callable[..., HiddenStateSource], Gives(("folder", "layers"))]
 
 
 @dataclass(frozen=True)

@@ -44,9 +44,7 @@ def find(out: Path, wanted: Manifest, samples: Sequence[Sample]) -> Path | None:
 def adopt(folder: Path, wanted: Manifest, samples: Sequence[Sample]) -> Path:
     """`folder`, if it has the wanted layers of all `samples`, of the same target and template; else raises.
     Dtype and storage are those of the folder."""
-    if not folder.is_dir():
-        raise UserError(f"hidden_states.path={folder} does not exist: expected a folder of stored hidden "
-                        "states (manifest.json, index.bin, shard-*.bin); check the path")
+    require_folder(folder)
     manifest = Manifest.read(folder)
     manifest.require(folder, layers=wanted.tap_layers, target=wanted.target, template=wanted.template)
     if missing := _missing(folder, samples):
@@ -59,6 +57,12 @@ def adopt(folder: Path, wanted: Manifest, samples: Sequence[Sample]) -> Path:
             print(f"hidden_states: {Manifest.path(folder)} says {name} {theirs}, this run {ours}; the gates "
                   "judge whether the states are good enough", flush=True)
     return folder.resolve()
+
+
+def require_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise UserError(f"hidden_states.path={folder} does not exist: expected a folder of stored hidden "
+                        "states (manifest.json, index.bin, shard-*.bin); check the path")
 
 
 def link(folder: Path, out: Path) -> None:

@@ -5,8 +5,12 @@ file anew with the lines that its checkpoint holds: the file may have lost some,
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from trainer.errors import UserError
 
 
 class Log:
@@ -16,9 +20,9 @@ class Log:
         self.file = path.open("a")
         self.wandb: Any = None
         if wandb_project:
-            import wandb
-
-            self.wandb = wandb.init(project=wandb_project, id=path.parent.name.split(".")[0], resume="allow")
+            with _wandb(wandb_project) as wandb:
+                self.wandb = wandb.init(project=wandb_project, id=path.parent.name.split(".")[0],
+                                        resume="allow")
 
     def write(self, numbers: dict[str, Any]) -> None:
         self.lines.append(numbers)
@@ -35,3 +39,24 @@ class Log:
 
 def _line(numbers: dict[str, Any]) -> str:
     return json.dumps(numbers) + "\n"
+def require_wandb(project: str) -> None:
+    """Raises UserError unless wandb is installed and logged in, or told to stay offline (WANDB_MODE)."""
+    with _wandb(project) as wandb:
+        wandb.login(verify=True)
+
+
+@contextmanager
+def _wandb(project: str) -> Iterator[Any]:
+    """The package; what it complains of becomes one sentence."""
+    remedy = "or turn it off with train.runtime.wandb_project=null"
+    try:
+        import wandb
+    except ModuleNotFoundError as error:
+        raise UserError(f"train.runtime.wandb_project={project} needs the package {error.name}, which is not "
+                        f"installed; install it, {remedy}") from error
+    try:
+        yield wandb
+    except (wandb.errors.Error, ValueError) as error:
+        reason = str(error).splitlines()[0].strip().rstrip(".") if str(error) else type(error).__name__
+        raise UserError(f"train.runtime.wandb_project={project} cannot be used: {reason}; mend that (`wandb "
+                        f"login`, WANDB_MODE=offline), {remedy}") from error

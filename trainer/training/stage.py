@@ -4,11 +4,11 @@ checkpoint."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from safetensors.torch import save_file
@@ -16,17 +16,39 @@ from safetensors.torch import save_file
 from trainer.architectures.base import Drafter
 from trainer.data.responses import read_samples
 from trainer.errors import UserError
-from trainer.hidden_states.base import HiddenStateSource, Manifest
+from trainer.hidden_states.base import HiddenStateSource, MakeSource, Manifest
 from trainer.hidden_states.prefetch import Prefetch
 from trainer.pipeline import Stage
 from trainer.progress import Progress
+from trainer.ranges import (
+    AtMost,
+    Count,
+    Device,
+    Gives,
+    Positive,
+    Seed,
+    SequenceLength,
+    Share,
+    require_device,
+)
 from trainer.records import Sample
 from trainer.target import Target
 from trainer.training import checkpoint
-from trainer.training.build import MakeDrafter, build_drafter, count_tokens, save_counts
-from trainer.training.log import Log
+from trainer.training.build import MakeDrafter, build_drafter, count_tokens, save_counts, wanted_layers
+from trainer.training.log import Log, require_wandb
 from trainer.training.loop import Pace, Taken, add, fit, forward, means
 from trainer.training.rows import Rows
+
+
+@dataclass(frozen=True)
+class TrainRuntime:
+    """Where training runs, and after how many steps it saves and logs; nothing that changes the result."""
+
+    device: Device
+    checkpoint_every: Count
+    keep_checkpoints: Count
+    log_every: Count
+    wandb_project: str | None
 
 
 @dataclass(frozen=True)
@@ -36,34 +58,49 @@ class Train(Stage):
 
     target: Target
     drafter: MakeDrafter
-    optimizer: Callable[..., torch.optim.Optimizer]
-    source: Callable[..., HiddenStateSource]
-    epochs: int
-    steps: int | None
-    tokens: int
-    accumulate: int
-    warmup: float
-    floor: float
-    clip: float
-    precision: str
+    optimizer: Annotated[Callable[..., torch.optim.Optimizer], Gives(("params",))]
+    source: MakeSource
+    epochs: Count
+    steps: Count | None
+    tokens: Annotated[SequenceLength, AtMost(1 << 20)]
+    accumulate: Count
+    warmup: Share
+    floor: Share
+    clip: Positive
+    precision: Literal["bfloat16", "float32"]
     compile: bool
-    heldout_every: int
-    seed: int
-    runtime: dict[str, Any]  # device, checkpoint_every, keep_checkpoints, log_every, wandb_project
+    heldout_every: Count
+    seed: Seed
+    runtime: TrainRuntime
 
     after: ClassVar[tuple[str, ...]] = ("responses", "hidden_states")
     version: ClassVar[int] = 2
     sized: ClassVar[tuple[str, ...]] = ("checkpoints/*",)
 
+    def check(self, stages: Mapping[str, Any]) -> dict[str, str]:
+        found = self.drafter.func.check(**self.drafter.keywords)
+        return {f"train.drafter.{name}": text for name, text in found.items()}
+
     def external(self) -> dict[str, Any]:
         return {"target": self.target.identity}
+
+    def preflight(self) -> None:
+        require_device(self.runtime.device, "train.runtime.device")
+        wanted_layers(self.drafter, self.target)
+        _ = self.target.mask_token_id
+        try:
+            self.optimizer(params=[torch.nn.Parameter(torch.zeros(1, 1)), torch.nn.Parameter(torch.zeros(1))])
+        except ValueError as error:
+            raise UserError(f"the optimizer does not take its settings: {error}; mend optimizer.*") from error
+        if self.runtime.wandb_project:
+            require_wandb(self.runtime.wandb_project)
 
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
         answered = read_samples(inputs["responses"], "train")
         samples = _trainable(answered)
         heldout = _trainable(read_samples(inputs["responses"], "heldout"), required=False)
         counts = count_tokens(samples, self.target.config["vocab_size"])
-        drafter = build_drafter(self.drafter, self.target, counts).to(self.runtime["device"])
+        drafter = build_drafter(self.drafter, self.target, counts).to(self.runtime.device)
         states = inputs["hidden_states"]
         Manifest.read(states).require(states, layers=drafter.tap_layers, last=drafter.needs_last,
                                       target=self.target.identity, template=self.target.template_hash)
@@ -80,20 +117,20 @@ class Train(Stage):
 
     def _train(self, drafter: Drafter, samples: list[Sample], heldout: list[Sample],
                source: HiddenStateSource, out: Path) -> dict[str, Any]:
-        rows = Rows(samples, source, self.tokens, self.seed, self.runtime["device"])
+        rows = Rows(samples, source, self.tokens, self.seed, self.runtime.device)
         if self.compile:
             drafter.compile(dynamic=False)
-        steps = self.steps or rows.count(self.epochs) // self.accumulate
+        steps = rows.count(self.epochs) // self.accumulate if self.steps is None else self.steps
         if not steps:
             raise UserError(f"train.epochs={self.epochs} gives {rows.count(self.epochs)} packed rows, fewer "
                             f"than train.accumulate={self.accumulate}; lower accumulate or give more prompts")
-        optimizer = self.optimizer(drafter.parameters())
+        optimizer = self.optimizer(params=drafter.parameters())
         saved = checkpoint.newest(out / "checkpoints")
         position = {"step": 0, "tokens": 0, "seconds": 0.0, "sums": {}, "log": []}
         if saved:
             position |= checkpoint.load(saved, drafter, optimizer)
             print(f"train: going on after step {position['step']} of {steps}")
-        log = Log(out / "log.jsonl", position["log"], self.runtime["wandb_project"])
+        log = Log(out / "log.jsonl", position["log"], self.runtime.wandb_project)
         pace = Pace(steps, self.accumulate, self.warmup, self.floor, self.clip, self.precision)
         watch = _Watch(position)
         sums: dict[str, tuple[float, float]] = position["sums"]  # since the last line of the log
@@ -103,7 +140,7 @@ class Train(Stage):
             checkpoint.save(out / "checkpoints", step, drafter, optimizer,
                             {"tokens": watch.tokens, "seconds": watch.seconds, "sums": sums,
                              "log": log.lines},
-                            self.runtime["keep_checkpoints"])
+                            self.runtime.keep_checkpoints)
 
         with Progress("train", total=steps, unit="steps", start=step) as bar, \
                 closing(Prefetch(rows.row, source.ahead, steps * self.accumulate)) as ready:
@@ -115,12 +152,12 @@ class Train(Stage):
                     bar.advance(1, loss=_share(taken, "loss"), accepted=_share(taken, "accepted_length"),
                                 lr=taken.lr, **{"tokens/s": watch.rate})
                     due = step == steps or step % self.heldout_every == 0
-                    if due or step % self.runtime["log_every"] == 0:
+                    if due or step % self.runtime.log_every == 0:
                         found = self._heldout(drafter, heldout, source) if due else {}
                         log.write(_line(taken, means(sums), watch) | found)
                         sums = {}
                     told = True
-                    if step == steps or step % self.runtime["checkpoint_every"] == 0:
+                    if step == steps or step % self.runtime.checkpoint_every == 0:
                         save()
             except UserError:
                 if told and step > position["step"]:
@@ -136,7 +173,7 @@ class Train(Stage):
         """Loss and teacher-forced accepted length on the held-out samples, at anchors that never change."""
         if not samples:
             return {}
-        rows = Rows(samples, source, self.tokens, seed=0, device=self.runtime["device"])
+        rows = Rows(samples, source, self.tokens, seed=0, device=self.runtime.device)
         totals: dict[str, tuple[float, float]] = {}
         drafter.eval()
         count = rows.count(1)
@@ -171,9 +208,6 @@ def _trainable(samples: list[Sample], required: bool = True) -> list[Sample]:
         raise UserError(f"none of the {len(samples)} training samples has two supervised tokens, so there is "
                         "nothing to learn; look at the answers in the responses stage")
     return kept
-
-
-
 
 
 def _line(taken: Taken, figures: dict[str, float], watch: _Watch) -> dict[str, Any]:

@@ -34,6 +34,7 @@ ALIGNMENT = 64  # bytes; a section starts at a multiple, counted from the start 
 LARGEST = 448.0  # of e4m3
 SMALLEST_SCALE = 2.0 ** -126  # the smallest normal number; a row of zeros has this scale
 ROW_ERROR = 0.0665  # 1/16 for e4m3, 1/256 for bf16, and a little for elements near zero
+ROUNDING = 1 - 2.0 ** -7  # of a scale: what is larger than this share of a dtype's range may overflow
 SCALE_BYTES = 2
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 # per dtype: the bits of a magnitude, and those of the smallest that is infinite or no number
@@ -83,6 +84,23 @@ class Codec:
                                 f"sample {sample.id}, expected {list(shape)} in {self.dtype}: {rows} tokens, "
                                 f"layers {list(self.layers)}, hidden size {self.hidden}; give the engine the "
                                 "dtype of hidden_states.dtype, and no cache of prefixes")
+        if self.storage != "native" and (beyond := self._beyond(states)):
+            least, most = self._range
+            raise UserError(f"{beyond} rows of hidden states of sample {sample.id} would lose more than "
+                            f"{ROW_ERROR:.2%} in storage {self.storage}: expected a largest magnitude from "
+                            f"{least:.3g} to {most:.3g}, found less or more; set "
+                            "hidden_states.storage=native")
+
+    @property
+    def _range(self) -> tuple[float, float]:
+        """The largest magnitude of a row must lie here to be held in eight bits as exactly as promised."""
+        return LARGEST * SMALLEST_SCALE, ROUNDING * torch.finfo(self.dtype).max
+
+    def _beyond(self, states: HiddenStates) -> int:
+        """Rows outside of that range; those of zeros and without a number are somebody else's business."""
+        rows = torch.cat([states.taps, states.last], dim=-1).unflatten(-1, (-1, self.hidden))
+        largest, (least, most) = rows.abs().amax(-1).float(), self._range
+        return int(((largest > 0) & (largest < least) | (largest > most) & largest.isfinite()).sum())
 
     def places(self, id_bytes: int, tokens: int, last: int) -> list[tuple[int, int]]:
         """Start and end of every section, counted from the start of the sample; the last end is its length.

@@ -96,11 +96,11 @@ def test_a_killed_writer_loses_nothing_that_was_committed(tmp_path: Path, unbrok
     check(folder, SAMPLES)
 
 
-ANSWERS = random_samples([9 + number % 13 for number in range(24)], prompt=4, seed=6)
+ANSWERS = random_samples([9 + number % 13 for number in range(45)], prompt=4, seed=6)
 
 
 def stage(target: Target) -> Any:
-    return make("offline", target, LAYERS, runtime={"shard_gib": 60_000 / (1 << 30), "commit_tokens": 20})
+    return make("offline", target, LAYERS, runtime={"shard_gib": 60_000 / (1 << 30), "commit_tokens": 1})
 
 
 def extract_and_die(target: Target, folder: Path, calls: int, share: float) -> None:
@@ -120,7 +120,7 @@ def test_an_extraction_killed_again_and_again_ends_with_the_same_bytes(tiny_targ
     before = 0
     for _ in range(20):
         process = FORKS.Process(target=extract_and_die,
-                                args=(tiny_target, folder, draw.randrange(3, 24), draw.random()))
+                                args=(tiny_target, folder, draw.randrange(3, 26), draw.random()))
         process.start()
         process.join(60)
         assert process.exitcode == -signal.SIGKILL

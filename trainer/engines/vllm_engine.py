@@ -146,6 +146,12 @@ class VllmEngine(TargetEngine):
             for unfetched in waiting:
                 unfetched.cancel()
 
+    @property
+    def states_server(self) -> RunningServer:
+        """One of the servers that hand out hidden states, once some were asked for."""
+        assert self._states is not None
+        return self._states[0].members[0].server
+
     def session(self, tap_layers: Sequence[int]) -> Session:
         raise UserError("a vLLM server cannot read a sequence step by step for decoding in this process: use "
                         "trainer.engines.transformers.TransformersEngine, as evaluate.engine does.")

@@ -15,14 +15,14 @@ import torch
 
 from trainer.data.responses import RESPONSES, read_samples
 from trainer.engines.base import TargetEngine
-from trainer.errors import UserError
+from trainer.errors import GateFailed, UserError
 from trainer.gates import Gate, require
 from trainer.hidden_states import reuse
 from trainer.hidden_states.base import LastRows, MakeSource, Manifest, Storage
 from trainer.hidden_states.codec import Codec, bad_rows
 from trainer.hidden_states.parity import parity_gates
 from trainer.hidden_states.reader import ShardReader
-from trainer.hidden_states.shards import GIB
+from trainer.hidden_states.shards import GIB, again
 from trainer.hidden_states.writer import ShardWriter
 from trainer.pipeline import Stage
 from trainer.progress import Progress
@@ -123,18 +123,18 @@ class Extract(Probe):
     path: str | None
     runtime: ExtractRuntime
 
+    sized: ClassVar[tuple[str, ...]] = ("shard-*.bin", "index.bin")
+
     def preflight(self) -> None:
         super().preflight()
         if self.path is not None:
-            reuse.require_folder(Path(self.path).expanduser())
-
-    sized: ClassVar[tuple[str, ...]] = ("shard-*.bin", "index.bin")
+            reuse.given(self.path)
 
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
         samples, manifest = _samples(inputs["responses"]), self.manifest()
-        found = reuse.adopt(Path(self.path).expanduser(), manifest, samples) if self.path is not None else \
-            reuse.find(out, manifest, samples)
-        if found is not None:
+        if self.path is not None:
+            reuse.adopt(found := reuse.given(self.path), out, manifest, samples)
+        elif (found := reuse.find(out, manifest, samples)) is not None:
             reuse.link(found, out)
         else:
             with ShardWriter(out, manifest, int(self.runtime.shard_gib * GIB)) as writer:
@@ -143,6 +143,8 @@ class Extract(Probe):
         reader = ShardReader(out, manifest.tap_layers)
         try:
             gates = self._gates(samples, reader.get, reader.codec)
+        except GateFailed as error:  # what is stored stays wrong, whatever is mended
+            raise GateFailed(f"{error}; the states lie in {out}: {again(out)}") from error
         finally:
             reader.close()
         tokens = sum(len(sample.tokens) for sample in samples)

@@ -6,7 +6,6 @@ Interrupted runs are processes of their own, stopped as soon as a stage has writ
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from runs import ALONE, COMMITS, PATIENCE, SMOKE, STAGES, Home, check_went_on, quick, told, wait_until
-from vllm_support import vllm_python
+from vllm_support import FEW, kill_worker, vllm_python
 
 from trainer import pipeline
 from trainer.engines import vllm_process
@@ -147,11 +146,11 @@ def test_a_server_killed_in_the_middle_and_the_whole_run(home: Home) -> None:
     settings = [*SMOKE, f"engine.python={vllm_python()}", "engine.max_model_len=1024",
                 "engine.max_num_seqs=4", "engine.runtime.kv_cache_gib=1", "evaluate.prompts=8",
                 "evaluate.sampling.max_new_tokens=48",
-                f"engine.runtime.threads='{min(os.sched_getaffinity(0))}'"]
+                f"engine.runtime.threads='{min(os.sched_getaffinity(0))}'", *FEW]
     with home.shell(*settings) as process:
         wait_until(lambda: "is up after" in home.err, lambda: process.poll() is None, home)
         group = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
-        os.kill(max(vllm_process.members(group), key=resident), signal.SIGKILL)
+        kill_worker(group)
         assert process.wait(timeout=PATIENCE) == 2
     complaint = [line for line in home.err.splitlines() if not re.match("starting|vLLM server for", line)]
     assert "the vLLM server ended with" in told(2, home.out, "\n".join(complaint))
@@ -162,9 +161,3 @@ def test_a_server_killed_in_the_middle_and_the_whole_run(home: Home) -> None:
         name.rpartition("/")[2] for name, gate in report["gates"].items() if gate["passed"]}
     served = [row for row in report["rows"] if row["engine"] == "vllm"]
     assert len(served) == 1 and served[0]["lossless"] and served[0]["tok_s"] > 0 and served[0]["drafts"] > 0
-
-
-def resident(process: int) -> int:
-    with contextlib.suppress(FileNotFoundError):
-        return int(Path(f"/proc/{process}/statm").read_text().split()[1])
-    return 0

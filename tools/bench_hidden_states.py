@@ -43,9 +43,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from trainer.__main__ import compose_configuration  # noqa: E402
 from trainer._paths import find  # noqa: E402
 from trainer.check import check  # noqa: E402
+from trainer.compose import compose_configuration  # noqa: E402
 from trainer.errors import UserError  # noqa: E402
 from trainer.hidden_states.base import Manifest  # noqa: E402
 from trainer.hidden_states.codec import HEAD, Codec  # noqa: E402

@@ -70,16 +70,18 @@ class Peer:
         self.http.server_close()
 
     def answer(self, body: Body) -> Body:
-        asked = self.connector and (body.get("kv_transfer_params") or {}).get("hidden_states")
+        told = body.get("kv_transfer_params") or {}
+        asked = self.connector and told.get("hidden_states")
         answer: Body = {"model": self.name, "choices": [{
             "finish_reason": "length", "prompt_token_ids": body["prompt"],
             "token_ids": [token + 1 for token in body["prompt"]][:body["max_tokens"]]}]}
         if not asked:
             return answer
-        name = f"{next(self.names):08x}{id(self):024x}.safetensors"
+        name = f"{told['reader']}{next(self.names):08x}{id(self):016x}.safetensors"
         answer["kv_transfer_params"] = {
-            "format": 1, "file": name, "rows": len(body["prompt"]), "layers": self.layers,
-            "hidden_size": HIDDEN, "dtype": "float32", "model_layers": LAYERS, "vocabulary": VOCABULARY}
+            "format": 2, "file": name, "rows": len(body["prompt"]), "layers": self.layers,
+            "hidden_size": HIDDEN, "dtype": "float32", "model_layers": LAYERS, "vocabulary": VOCABULARY,
+            "max_num_seqs": 1, "prefix_caching": False}
         if self.late:
             threading.Timer(self.late, self.write, (self.folder / name, body["prompt"])).start()
         else:

@@ -111,7 +111,7 @@ def test_a_folder_from_elsewhere_must_fit(tiny_target: Target, tmp_path: Path) -
         adopt()
     there.parent.mkdir()
     there.write_text("")
-    for told in (adopt, make("offline", tiny_target, [1, 2], path=str(there)).external):  # also beforehand
+    for told in (adopt, make("offline", tiny_target, [1, 2], path=str(there)).preflight):  # also beforehand
         with pytest.raises(UserError, match=f"^hidden_states.path={there} is no folder: expected .*, found a "
                                             "file;"):
             told()

@@ -78,9 +78,7 @@ class Pool:
 
     def stop(self) -> None:
         """Cancels what is under way and stops what was started, a restart that is under way included."""
-        self.closed = True
-        for member in self.members:
-            member.server.abandoned = True
+        self.abandon()
         if self.thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._close(), self.loop).result()
             self.loop.call_soon_threadsafe(self.loop.stop)
@@ -88,6 +86,12 @@ class Pool:
             self.loop.close()
         self.starter.shutdown(wait=True)
         self._stop_servers()
+
+    def abandon(self) -> None:
+        """Ends a start that is under way, in whichever thread; `stop` still has to follow."""
+        self.closed = True
+        for member in self.members:
+            member.server.abandoned = True
 
     def _stop_servers(self) -> None:
         with ExitStack() as stack:  # every one, whatever happens to another
@@ -120,7 +124,9 @@ class Pool:
             member = await self.free.get()
             try:
                 answer = await self._once(member, job)
-                member.told = False
+                if member.told:
+                    member.told = False
+                    _say(f"the server at {member.server.url} answers again.")
                 return answer
             except ServerLost as error:
                 lost = error
@@ -161,5 +167,8 @@ class Pool:
     def _tell(self, member: Member, lost: ServerLost, left: float) -> None:
         if not member.told:
             member.told = True
-            Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print(
-                f"{lost} Trying again for up to {left:.0f} s (target_engine.runtime.patience_s).")
+            _say(f"{lost} Trying again for up to {left:.0f} s (target_engine.runtime.patience_s).")
+
+
+def _say(line: str) -> None:
+    Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print(line)

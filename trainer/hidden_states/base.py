@@ -41,6 +41,19 @@ class HiddenStateSource(ABC):
         """How many rows of training are worth preparing before they are needed, each by a thread."""
 
     @abstractmethod
+    def give_up(self) -> None:
+        """Lets go of what other threads wait for in vain: they fail, and only `close` may follow."""
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """What breaks off the block, an interrupt included, need not wait for a server that is lost."""
+        try:
+            yield
+        except BaseException:
+            self.give_up()
+            raise
+
+    @abstractmethod
     def close(self) -> None: ...
 
 

@@ -67,6 +67,9 @@ class Hybrid(HiddenStateSource):
             self._keep(sample, states, self.writer)
         return self.reader.codec.roundtrip(self._part(states), sample.loss_mask)
 
+    def give_up(self) -> None:
+        self.online.give_up()
+
     def close(self) -> None:
         try:
             self.online.close()

@@ -34,5 +34,8 @@ class Offline(HiddenStateSource):
     def get(self, sample: Sample) -> HiddenStates:
         return self.reader.get(sample)
 
+    def give_up(self) -> None:
+        """Reading ends soon by itself, and must end before `close`."""
+
     def close(self) -> None:
         self.reader.close()

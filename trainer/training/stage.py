@@ -143,7 +143,7 @@ class Train(Stage):
                             self.runtime.keep_checkpoints)
 
         with Progress("train", total=steps, unit="steps", start=step) as bar, \
-                closing(Prefetch(rows.row, source.ahead, steps * self.accumulate)) as ready:
+                closing(Prefetch(rows.row, source.ahead, steps * self.accumulate)) as ready, source.in_use():
             try:
                 for taken in fit(drafter, optimizer, ready.get, pace, step):
                     step, told = taken.step, False
@@ -178,7 +178,7 @@ class Train(Stage):
         drafter.eval()
         count = rows.count(1)
         with torch.compiler.set_stance("force_eager"), \
-                closing(Prefetch(rows.row, source.ahead, count)) as ready:
+                closing(Prefetch(rows.row, source.ahead, count)) as ready, source.in_use():
             for number in range(count):  # too few rows to be worth a second compilation
                 add(totals, forward(drafter, ready.get(number), self.precision))
         drafter.train()

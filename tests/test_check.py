@@ -251,6 +251,7 @@ def test_arguments_that_set_nothing() -> None:
 def test_unknown_without_a_neighbour_lists_what_there_is() -> None:
     assert unknown("a.zzz", ["one", "two"], {}) == "unknown key; a takes one, two"
     assert unknown("zzz", [], {}) == "unknown key; the configuration takes none"
+    assert unknown("foo", ["a"], {"b": {"floor": 1}}) == "unknown key; the configuration takes a"
     assert unknown("zzz", ["b", "a", "b"], {}) == "unknown key; the configuration takes a, b"
 
 

@@ -164,7 +164,7 @@ def unknown(key: str, siblings: Collection[str], tree: dict[str, Any], rest: str
     if not found:  # the right name in the wrong place, or nearly so
         leaves = {path: path.rpartition(".")[2] for path in paths(tree) if path != key}
         names = leaves.values()
-        alike = [name] if name in names else difflib.get_close_matches(name, names, 1, 0.75)
+        alike = [name] if name in names else difflib.get_close_matches(name, names, 1, 0.8)
         found = [path for path, leaf in leaves.items() if leaf in alike][:2]
     if found:
         return f"unknown key; nearest: {' or '.join(found)}"

@@ -203,23 +203,24 @@ def dequantize(scales: Tensor, codes: Tensor, out: Tensor) -> Tensor:
         return out
     if codes.device.type != "cpu" or not scales.max() < LARGEST_SCALE:
         return out.copy_(codes.float() * scales.float()[..., None])
-    hidden = codes.shape[-1]
-    step = max(1, BLOCK // hidden)
-    scratch = torch.empty(step, hidden, dtype=torch.int16)
+    wide = torch.float32 if out.dtype == torch.float16 else out.dtype
+    factors, bits = (scales.float() * 2.0 ** 120).to(wide)[..., None], codes.view(torch.int8).numpy()
+    rows, hidden = codes.shape[-2:]
+    step = min(rows, max(1, BLOCK // hidden))
+    moved = np.empty((step, hidden), dtype=np.int16)
+    narrow = torch.from_numpy(moved).view(torch.bfloat16)
     for layer in np.ndindex(codes.shape[:-2]):
-        for start in range(0, codes.shape[-2], step):
+        for start in range(0, rows, step):
             place = (*layer, slice(start, start + step))
-            block, bits = out[place], codes[place].view(torch.int8).numpy()
-            moved = scratch[:len(bits)].numpy()
-            np.copyto(moved, bits)  # which repeats the sign in the upper byte
-            np.multiply(moved, np.int16(16), out=moved)
-            np.bitwise_and(moved, np.int16(-0x7810), out=moved)  # 0x87F0: sign, exponent, mantissa
-            narrow = scratch[:len(bits)].view(torch.bfloat16)
-            factor = scales[place].float()[:, None] * 2.0 ** 120
-            if out.dtype == torch.bfloat16:
-                torch.mul(narrow, factor.bfloat16(), out=block)
+            count = min(step, rows - start)
+            part = moved[:count]
+            np.copyto(part, bits[place])  # which repeats the sign in the upper byte
+            np.multiply(part, np.int16(16), out=part)
+            np.bitwise_and(part, np.int16(-0x7810), out=part)  # 0x87F0: sign, exponent, mantissa
+            if wide == torch.bfloat16:
+                torch.mul(narrow[:count], factors[place], out=out[place])
             else:
-                block.copy_(narrow.float().mul_(factor))
+                out[place] = narrow[:count].to(wide).mul_(factors[place])
     return out
 
 

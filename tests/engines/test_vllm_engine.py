@@ -6,11 +6,13 @@ import json
 import random
 import shutil
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +22,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from peer import CONFIG, VOCABULARY, Peer, states_of, until
-from vllm_support import small_server
+from vllm_support import kill_worker, small_server
 
 from trainer._paths import find
 from trainer.compose import compose_configuration
@@ -68,8 +70,8 @@ def peer(shared: Path) -> Iterator[Peer]:
 def engine(target: Path, *peers: Peer, answers: bool = False, **changes: Any) -> VllmEngine:
     urls = [each.url for each in peers]
     runtime = {"answer_urls": urls if answers else [], "state_urls": [] if answers else urls,
-               "shared_folder": str(peers[0].folder), "in_flight": 2, "patience_s": 0.6, "file_wait_s": 0.4,
-               "logs": str(target / "logs"), **changes}
+               "shared_folder": str(peers[0].folder) if peers else None, "in_flight": 2, "patience_s": 0.6,
+               "file_wait_s": 0.4, "logs": str(target / "logs"), **changes}
     made = VllmEngine(small_server(), "float32", 8, 1, 64, False, VllmEngineRuntime(**runtime))
     return made.load(target, [9])
 
@@ -525,15 +527,7 @@ class TestAnswers:
 
 def test_leaving_ends_a_start_in_another_thread(target: Path, tmp_path: Path) -> None:
     """A large target takes minutes to load; an interrupt must not wait for it."""
-    (target / "model.safetensors").touch()
-    (target / "tokenizer.json").touch()
-    python = tmp_path / "python"  # one that starts, and then does nothing
-    says = json.dumps({"found": True, "versions": {"vllm": "0.32"}, "prefix": "/nowhere"})
-    python.write_text(f"#!/bin/sh\n[ $1 = -c ] && echo '{says}' || exec sleep 600\n")
-    python.chmod(0o755)
-    runtime = VllmEngineRuntime([], [], None, 2, 60.0, 1.0, str(tmp_path / "logs"))
-    asked = VllmEngine(small_server(python=str(python)), "float32", 8, 1, 64, False, runtime)
-    asked.load(target, [9])
+    asked = starting(target, "exec sleep 600")
 
     def process() -> Any:
         return asked._starting and asked._starting.members[0].server.process
@@ -547,7 +541,58 @@ def test_leaving_ends_a_start_in_another_thread(target: Path, tmp_path: Path) ->
         with pytest.raises(UserError, match="the start of the vLLM server was given up"):
             found.result()
     assert vllm_process.members(group) == []
-    assert not list((tmp_path / "logs").glob("*.metadata"))
+    assert not list((target / "logs").glob("*.metadata"))
+
+
+class TestStarted:
+    """With a peer in place of vLLM: it is there in a second, and dies as vLLM does."""
+
+    def test_killed_and_started_again(self, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        with starting(target, PEER) as asked:
+            found = asked.hidden_states(ROWS, TAPS)
+            first = next(found)
+            kill(asked)
+            assert same([first, *found], ROWS, TAPS)
+        assert logs(target) == ["states-1.log", "states-2.log"]
+        said = capsys.readouterr().err
+        assert "the vLLM server ended with signal SIGKILL" in said and "answers again" in said
+
+    def test_what_cannot_start_again_is_tried_once(self, target: Path) -> None:
+        """Not once for every request that waits for it: each start of a large target takes minutes."""
+        with starting(target, f"[ -e broken ] && sleep 1 && exit 1; {PEER}", patience_s=0.5) as asked:
+            found = asked.hidden_states(ROWS, TAPS)
+            next(found)
+            (target / "logs/broken").touch()
+            kill(asked)
+            with pytest.raises(UserError, match="patience_s=0.5 s: the vLLM server ended with exit code 1"):
+                list(found)
+        assert logs(target)[:2] == ["states-1.log", "states-2.log"]
+        assert len(logs(target)) <= 3, "a late request may begin a start, which is broken off"
+
+
+PEER = f'exec {sys.executable} {Path(__file__).with_name("peer.py")} "$@"'
+
+
+def starting(target: Path, script: str, **changes: Any) -> VllmEngine:
+    """An engine whose interpreter of vLLM has what it needs, and runs `script` in the folder of the logs."""
+    (target / "model.safetensors").touch()
+    (target / "tokenizer.json").touch()
+    says = json.dumps({"found": True, "versions": {"vllm": "0.32"}, "prefix": "/nowhere"})
+    python = target / "python"
+    python.write_text(f"#!/bin/sh\n[ $1 = -c ] && echo '{says}' && exit\n{script}\n")
+    python.chmod(0o755)
+    made = engine(target, in_flight=4, **{"patience_s": 60.0, "file_wait_s": 5.0, **changes})
+    made.settings = replace(made.settings, python=str(python))
+    return made
+
+
+def kill(asked: VllmEngine) -> None:
+    pool, _ = asked._states
+    kill_worker(pool.members[0].server.process.pid)
+
+
+def logs(target: Path) -> list[str]:
+    return sorted(path.name for path in (target / "logs").glob("*.log"))
 
 
 @pytest.mark.parametrize("row", [[], [1] * 65])

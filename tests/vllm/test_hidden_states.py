@@ -37,7 +37,7 @@ from trainer.target import Target
 pytestmark = pytest.mark.vllm
 TAPS = [0, 2, 15, 28, 29]
 LAST = 30
-BATCH, BLOCKS = 4, 40
+BATCH, BLOCKS = 4, 24  # of the cache: room for fewer than four long rows
 NAME = re.compile(r"[0-9a-f]{32}\.safetensors")
 TEXT = """Rivers carry stones from the mountains to the sea, and grind them to sand on the way. A river that
 falls steeply moves boulders; where the land is flat it drops even the finest mud. In 1854 a doctor in London
@@ -255,7 +255,7 @@ def test_started_and_lost_for_good(target: Target, rows: list[list[int]], tmp_pa
         with pytest.raises(UserError, match=r"not come back within target_engine.runtime.patience_s=2 s: the "
                            r"vLLM server ended with .*speculator_trainer_states.*states-\d+\.log.* run the"):
             list(states)
-    for server in pool.members:
-        assert vllm_process.members(server.server.process.pid) == []
+    logs = sorted((tmp_path / "logs").glob("states-*.log"))
+    assert len(logs) <= 3, "tried once, not once for every request that waits; a late one is broken off"
     assert vllm_process.members(first) == [], "whatever happened, nothing is left running"
     assert not home.exists()

@@ -36,6 +36,8 @@ class Member:
         self.http: httpx.AsyncClient | None = None
         self.reviving = asyncio.Lock()
         self.told = False  # that it was lost, since its last answer
+        self.lost: float | None = None  # since when, on the monotonic clock
+        self.failure: tuple[float, UserError] = (0.0, UserError("it was not started again yet."))
 
     def start(self) -> None:
         """Starts or joins the server. Raises UserError."""
@@ -125,15 +127,15 @@ class Pool:
             try:
                 answer = await self._once(member, job)
                 if member.told:
-                    member.told = False
                     _say(f"the server at {member.server.url} answers again.")
+                member.told, member.lost = False, None
                 return answer
             except ServerLost as error:
                 lost = error
             finally:
                 self.free.put_nowait(member)
             now = time.monotonic()
-            began = now if began is None else began
+            began, member.lost = began or now, member.lost or now
             left = self.patience_s - (now - began)
             if left <= 0:
                 raise UserError("a server was lost and did not come back within "
@@ -145,7 +147,15 @@ class Pool:
     async def _once(self, member: Member, job: Job[Answer]) -> Answer:
         async with member.reviving:
             if member.server.death() is not None:
-                await asyncio.wrap_future(self.starter.submit(self._restart, member))
+                member.lost = lost = member.lost or time.monotonic()
+                failed, failure = member.failure
+                if failed > lost and time.monotonic() - lost >= self.patience_s:
+                    raise failure  # each request would start it once more, however many wait
+                try:
+                    await asyncio.wrap_future(self.starter.submit(self._restart, member))
+                except UserError as error:
+                    member.failure = time.monotonic(), error
+                    raise
                 assert member.http is not None
                 await member.http.aclose()
                 member.http = self._connection(member.server)

@@ -49,6 +49,10 @@ class Stage(ABC):
         """JSON-able facts outside the settings that decide the result, such as the hash of an input file."""
         return {}
 
+    def foresee(self, inputs: dict[str, Path]) -> None:  # noqa: B027 (most stages have nothing to foresee)
+        """Raises what can be told already from those of `inputs` that are finished, before the stages between
+        are run."""
+
     @abstractmethod
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
         """Writes its result into `out`, going on from what lies there, and returns the numbers that matter;
@@ -190,10 +194,14 @@ def run(settings: dict[str, Any]) -> Path:
                 raise UserError(f"stage '{planned.name}' reads '{name}', which is not in run= and has no "
                                 f"finished folder for these settings ({by_name[name].folder}); add it: "
                                 f"run=[{names}]")
-    for planned in wanted:
+    for place, planned in enumerate(wanted):
         if planned.state != "reuse":
             _execute(planned, {name: by_name[name].folder.resolve() for name in planned.inputs
                                if name in planned.stage.after or by_name[name].state == "reuse"})
+        for later in wanted[place + 1:]:
+            if planned.name in later.stage.after and later.state != "reuse":
+                later.stage.foresee({name: by_name[name].folder.resolve() for name in later.stage.after
+                                     if by_name[name].state == "reuse"})
     _remember(Path(settings["run_root"]).expanduser(), stages)
     result = by_name["report"].folder / "report.json" if "report" in settings["run"] else wanted[-1].folder
     return result if result.exists() else wanted[-1].folder

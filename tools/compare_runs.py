@@ -52,7 +52,7 @@ def table(root: Path) -> int:
         shown.add_row(name[:8], *(own.get(key, "-") for key in keys), str(record["steps"]),
                       f"{record['train_seconds']:.0f}",
                       *(f"{final[key]:.3f}" if key in final else "-" for key in RESULTS.values()))
-    Console(width=200).print(shown)
+    Console(width=200, markup=False, emoji=False).print(shown)  # settings are the user's own text
     return 0
 
 

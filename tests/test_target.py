@@ -159,19 +159,19 @@ def test_a_missing_gguf_package_is_named(tmp_path: Path) -> None:
 
 def test_a_target_that_is_made_is_made_once_and_whole(tmp_path: Path,
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
-    source = RandomLlama(32, 1, 2, 1, 48, 280, False, 3, {"cache": str(tmp_path)})
+    source = RandomLlama(32, 1, 2, 1, 48, 280, False, 3, 0.2, {"cache": str(tmp_path)})
     made = source.folder()
     stamps = {path: path.stat().st_mtime_ns for path in made.iterdir()}
     assert source.folder() == made and {path: path.stat().st_mtime_ns for path in made.iterdir()} == stamps
     check_folder(made)
-    again = RandomLlama(32, 1, 2, 1, 48, 280, False, 3, {"cache": str(tmp_path / "other")}).folder()
+    again = RandomLlama(32, 1, 2, 1, 48, 280, False, 3, 0.2, {"cache": str(tmp_path / "other")}).folder()
     one, two = (load_file(each / "model.safetensors") for each in (made, again))
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
-    assert RandomLlama(32, 1, 2, 1, 48, 280, False, 4, {"cache": str(tmp_path)}).folder() != made
+    assert RandomLlama(32, 1, 2, 1, 48, 280, False, 4, 0.2, {"cache": str(tmp_path)}).folder() != made
 
 
 def test_a_target_that_was_interrupted_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = RandomLlama(32, 1, 2, 1, 48, 280, False, 3, {"cache": str(tmp_path)})
+    source = RandomLlama(32, 1, 2, 1, 48, 280, False, 3, 0.2, {"cache": str(tmp_path)})
     with monkeypatch.context() as patched:
         patched.setattr("trainer.target_made.byte_tokenizer",
                         lambda size: (_ for _ in ()).throw(KeyboardInterrupt))

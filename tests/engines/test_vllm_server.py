@@ -39,6 +39,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=512,
         tied=False,
         seed=3,
+        scale=0.2,
         runtime={"cache": str(tmp_path_factory.mktemp("cache"))},
     ).folder()
 

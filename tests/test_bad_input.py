@@ -156,7 +156,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk(home: Home, small_disk: Path) -> None:
     """What cannot fit is refused before it is begun; what fills the disk all the same loses nothing."""
     home.root = small_disk / "runs"
-    settings = [*ALONE, *COMMITS, "run=[prompts,responses,hidden_states,train]"]
+    settings = [*ALONE, *COMMITS, "prompts.limit=40", "prompts.heldout=8", "train.steps=20",
+                "responses.sampling.max_new_tokens=24", "run=[prompts,responses,hidden_states,train]"]
     home.call(*settings, expected=2)
     line = told(2, home.out, home.err)
     assert "samples take" in line and "set hidden_states.storage=float8_e4m3fn" in line

@@ -59,6 +59,22 @@ class Use(Stage):
         return {"factor": self.factor}
 
 
+@dataclass(frozen=True)
+class Careful(Stage):
+    after: ClassVar[tuple[str, ...]] = ("make", "use")
+    version: ClassVar[int] = 1
+    refuses: str
+
+    def foresee(self, inputs: dict[str, Path]) -> None:
+        CALLS.append(f"foresee {' '.join(inputs)}")
+        if self.refuses in inputs:
+            raise UserError(f"{sorted(path.name for path in inputs[self.refuses].iterdir())} will not do")
+
+    def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
+        CALLS.append("careful")
+        return {}
+
+
 class Circular(Use):
     after: ClassVar[tuple[str, ...]] = ("use",)
 
@@ -205,6 +221,17 @@ def test_some_stages_only() -> None:
     assert CALLS == ["make", "use"]
 
 
+def test_what_a_stage_can_foresee_is_told_before_the_stages_between() -> None:
+    config = settings(stages=("make", "use", "careful"))
+    config["careful"] = {"_target_": f"{__name__}.Careful", "refuses": "make"}
+    with pytest.raises(UserError, match=r"\['items.txt', 'stage.json'\] will not do"):
+        pipeline.run(config)
+    assert CALLS == ["make", "foresee make"]
+    config["careful"]["refuses"] = "nothing"
+    pipeline.run(config)
+    assert CALLS[2:] == ["foresee make", "use", "foresee make use", "careful"]
+    pipeline.run(config)
+    assert len(CALLS) == 6, "nothing to foresee of a finished stage"
 @dataclass(frozen=True)
 class Last(Stage):
     after: ClassVar[tuple[str, ...]] = ("make", "use")

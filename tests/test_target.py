@@ -161,19 +161,19 @@ def test_a_missing_gguf_package_is_named(tmp_path: Path) -> None:
 
 def test_a_target_that_is_made_is_made_once_and_whole(tmp_path: Path,
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
-    source = RandomLlama(32, 1, 2, 1, 48, 280, False, 3, Kept(str(tmp_path)))
+    source = RandomLlama(32, 1, 2, 1, 48, 280, False, 3, 0.2, Kept(str(tmp_path)))
     made = source.folder()
     stamps = {path: path.stat().st_mtime_ns for path in made.iterdir()}
     assert source.folder() == made and {path: path.stat().st_mtime_ns for path in made.iterdir()} == stamps
     check_folder(made)
-    again = RandomLlama(32, 1, 2, 1, 48, 280, False, 3, Kept(str(tmp_path / "other"))).folder()
+    again = RandomLlama(32, 1, 2, 1, 48, 280, False, 3, 0.2, Kept(str(tmp_path / "other"))).folder()
     one, two = (load_file(each / "model.safetensors") for each in (made, again))
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
-    assert RandomLlama(32, 1, 2, 1, 48, 280, False, 4, Kept(str(tmp_path))).folder() != made
+    assert RandomLlama(32, 1, 2, 1, 48, 280, False, 4, 0.2, Kept(str(tmp_path))).folder() != made
 
 
 def test_a_target_that_was_interrupted_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = RandomLlama(32, 1, 2, 1, 48, 280, False, 3, Kept(str(tmp_path)))
+    source = RandomLlama(32, 1, 2, 1, 48, 280, False, 3, 0.2, Kept(str(tmp_path)))
     with monkeypatch.context() as patched:
         patched.setattr("trainer.target_made.byte_tokenizer",
                         lambda size: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -209,7 +209,7 @@ def test_two_that_need_a_target_at_once_make_it_once(tmp_path: Path) -> None:
 
 
 def test_a_made_target_that_changed_is_named(tmp_path: Path) -> None:
-    source = RandomLlama(32, 1, 2, 1, 48, 280, False, 3, {"cache": str(tmp_path)})
+    source = RandomLlama(32, 1, 2, 1, 48, 280, False, 3, 0.2, Kept(str(tmp_path)))
     made = source.folder()
     assert {path.stat().st_mode & 0o777 for path in made.iterdir()} == {made.stat().st_mode & 0o666}
     weights = made / "model.safetensors"
@@ -227,8 +227,8 @@ def test_a_made_target_that_changed_is_named(tmp_path: Path) -> None:
 def test_a_cache_that_cannot_be(tmp_path: Path) -> None:
     for cache, said in (("", "cache_root= is empty"), ("x" * 300, "cache_root=x+... cannot hold targets")):
         with pytest.raises(UserError, match=said):
-            RandomLlama(32, 1, 2, 1, 48, 280, False, 3, {"cache": cache}).folder()
-    source = RandomLlama(32, 1, 2, 1, 48, 280, False, 3, {"cache": str(tmp_path)})
+            RandomLlama(32, 1, 2, 1, 48, 280, False, 3, 0.2, Kept(cache)).folder()
+    source = RandomLlama(32, 1, 2, 1, 48, 280, False, 3, 0.2, Kept(str(tmp_path)))
     made = source.folder()
     shutil.rmtree(made)
     made.with_name(f"{made.name}.partial").touch()

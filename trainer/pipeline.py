@@ -57,6 +57,11 @@ class Stage(ABC):
         before the first one does."""
         return
 
+    def foresee(self, inputs: dict[str, Path]) -> None:
+        """Raises what can be told already from those of `inputs` that are finished, before the stages between
+        are run."""
+        return
+
     @abstractmethod
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
         """Writes its result into `out`, going on from what lies there, and returns the numbers that matter;
@@ -257,10 +262,14 @@ def run(settings: dict[str, Any]) -> Path:
     for planned in stages:
         if planned.state == "reuse" and (planned in wanted or planned.name in read):
             require_unchanged(planned.folder)
-    for planned in wanted:
+    for place, planned in enumerate(wanted):
         if planned.state != "reuse":
             _execute(planned, {name: by_name[name].folder.resolve() for name in planned.inputs
                                if name in planned.stage.after or by_name[name].state == "reuse"})
+        for later in wanted[place + 1:]:
+            if planned.name in later.stage.after and later.state != "reuse":
+                later.stage.foresee({name: by_name[name].folder.resolve() for name in later.stage.after
+                                     if by_name[name].state == "reuse"})
     _remember(Path(settings["run_root"]).expanduser(), stages)
     for planned in wanted:
         planned.stage.tell(planned.folder)

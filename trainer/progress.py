@@ -76,12 +76,14 @@ class Progress:
     """`with Progress("responses", total=N, unit="tokens", start=done) as bar: bar.advance(n, loss=2.1)`.
 
     `advance` may be called from several threads. A total of 0 prints nothing. On a terminal the bar is drawn
-    in place; elsewhere a line appears every `interval` seconds, and a last one at the end.
+    in place; elsewhere a line appears every `interval` seconds, and a last one at the end. With `warm_up` the
+    first `advance` counts as done, not as speed: it took what no later one takes.
     """
 
     def __init__(self, name: str, total: int, unit: str = "steps", start: int = 0,
-                 interval: float = 10.0) -> None:
+                 interval: float = 10.0, warm_up: bool = False) -> None:
         self.name, self.total, self.unit, self.interval = name, total, unit, interval
+        self.warm_up = warm_up
         self.done = start
         self.numbers: dict[str, Any] = {}
         self._lock = threading.Lock()
@@ -90,8 +92,7 @@ class Progress:
 
     def __enter__(self) -> Progress:
         self._started = self._printed = time.monotonic()
-        self._first = self.done
-        self._samples: deque[tuple[float, int]] = deque([(self._started, self.done)])
+        self._count_from(self._started)
         if self.total and sys.stdout.isatty():
             self._open_bar()
         return self
@@ -110,6 +111,9 @@ class Progress:
             now = time.monotonic()
             self.done += amount
             self.numbers.update(numbers)
+            if self.warm_up:
+                self.warm_up = False
+                self._count_from(now)
             self._remember(now)
             if not self.total:
                 return
@@ -138,8 +142,14 @@ class Progress:
         return "  ".join(parts + [f"{name} {compact(value)}" for name, value in self.numbers.items()])
 
     def _overall(self) -> float:
-        seconds = self._samples[-1][0] - self._started
-        return (self.done - self._first) / seconds if seconds > 0 else 0.0
+        then, before = self._first
+        seconds = self._samples[-1][0] - then
+        return (self.done - before) / seconds if seconds > 0 else 0.0
+
+    def _count_from(self, now: float) -> None:
+        """What is done by now is no speed."""
+        self._first = now, self.done
+        self._samples: deque[tuple[float, int]] = deque([self._first])
 
     def _remember(self, now: float) -> None:
         """Keeps about one sample a second of the last minute, the newest always."""

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 from trainer import _folders
 from trainer.errors import UserError
-from trainer.ranges import AtLeast, Count, Seed, Text
+from trainer.ranges import Above, AtLeast, Count, Seed, Text
 from trainer.target import TargetSource
 
 MADE = "made.json"  # the sums of the other files in a made folder
@@ -60,7 +60,8 @@ class PackagedGguf(TargetSource):
 
 @dataclass(frozen=True)
 class RandomLlama(TargetSource):
-    """A random Llama with a byte-level tokenizer and a ChatML template, for tests and dry runs."""
+    """A random Llama with a byte-level tokenizer and a ChatML template, for tests and dry runs. `scale` is
+    the standard deviation of its weights: below 0.1 answers repeat themselves, from 0.2 on they are wild."""
 
     hidden_size: Count
     layers: Count
@@ -70,6 +71,7 @@ class RandomLlama(TargetSource):
     vocab_size: Annotated[int, AtLeast(264)]
     tied: bool
     seed: Seed
+    scale: Annotated[float, Above(0)]
     runtime: Kept
 
     def folder(self) -> Path:
@@ -86,7 +88,7 @@ class RandomLlama(TargetSource):
                              vocab_size=self.vocab_size, num_attention_heads=self.heads,
                              num_key_value_heads=self.key_value_heads,
                              intermediate_size=self.intermediate_size, tie_word_embeddings=self.tied,
-                             max_position_embeddings=2048, initializer_range=0.2,
+                             max_position_embeddings=2048, initializer_range=self.scale,
                              bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)
         with torch.random.fork_rng():
             torch.manual_seed(self.seed)

@@ -37,6 +37,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=512,
         tied=False,
         seed=3,
+        scale=0.2,
         runtime=Kept(str(tmp_path_factory.mktemp("cache"))),
     ).folder()
 

@@ -144,6 +144,7 @@ def circling_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=512,
         tied=False,
         seed=5,
+        scale=0.2,
         runtime=Kept(str(tmp_path_factory.mktemp("cache"))),
     ).folder()
     weights = load_file(folder / "model.safetensors")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from tiny import OFFLINE, dflash, finished_inputs, make_dflash, random_samples, uneven
 
@@ -60,7 +61,9 @@ def test_the_folders_are_complete(tiny_target: Target, inputs: dict[str, Path], 
                          "trained_modes": ["chat"], "formats": ["speculators", "native"]}
         assert facts.items() <= exported.items()
         readme = (out / form / "README.md").read_text()
-        assert str(tmp_path / "0123" / form) in readme and ".partial" not in readme
+        assert str(tmp_path) not in readme and str(tiny_target.folder) not in readme
+        assert "vllm serve PATH/TO/tiny --speculative-config" in readme and "vllm serve ." not in readme
+        assert "report.html" in readme
     assert exported["serve_commands"]["vllm (short)"] == f"vllm serve {tmp_path / '0123' / 'speculators'}"
 
 
@@ -70,6 +73,17 @@ def test_a_published_target_is_named_as_such(tiny_target: Target, inputs: dict[s
     config = json.loads((tmp_path / "speculators/config.json").read_text())
     assert config["speculators_config"]["verifier"] == {"name_or_path": "org/target",
                                                         "architectures": ["LlamaForCausalLM"]}
+    card = ModelCard((tmp_path / "speculators/README.md").read_text())
+    assert (card.data.base_model, card.data.library_name) == ("org/target", "vllm")
+    assert card.data.tags == ["speculative-decoding", "speculators", "dflash"]
+    assert "\nvllm serve .\n" in card.text and "vllm serve org/target --speculative-config" in card.text
+
+
+def test_a_target_without_a_public_name_is_no_base_model(tiny_target: Target, inputs: dict[str, Path],
+                                                         tmp_path: Path) -> None:
+    stage(tiny_target, formats=["native"]).run(inputs, tmp_path)
+    card = ModelCard((tmp_path / "native/README.md").read_text())
+    assert card.data.base_model is None and card.data.license == "unknown"
 
 
 def test_a_draft_longer_than_the_block_is_refused_with_the_number(tiny_target: Target) -> None:

@@ -183,9 +183,10 @@ def test_commands_and_card_say_how_to_serve() -> None:
     assert set(serve_commands("native", "dflash", Path("/s"), "t", 3)) == {"vllm"}
     facts = {"method": "dflash", "target": "org/target", "target_identity": "0123", "template_hash": "4567",
              "max_k": 7, "default_k": 3, "trained_modes": ["chat", "thinking"]}
-    card = model_card(facts, commands, "Target")
-    assert card.startswith("---\ntags:\n- speculative-decoding\n- dflash\n---\n")
+    card = model_card("speculators", facts, "Target")
+    assert card.startswith("---\nbase_model: org/target\nlibrary_name: vllm\nlicense: unknown\n")
+    here = serve_commands("speculators", "dflash", ".", "org/target", 3)
     for part in ("| longest draft (max K) | 7 |", "| default draft (K) | 3 |", "`0123`", "`4567`",
                  "chat, thinking",
-                 f"```bash\n{commands['vllm']}\n```", "speculator for Target"):
+                 f"```bash\n{here['vllm']}\n```", "speculator for Target"):
         assert part in card

@@ -17,7 +17,7 @@ SAID = "train.runtime.wandb_project=mine "
 
 def test_wandb_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    for ask in (lambda: require_wandb("mine"), lambda: Log(tmp_path / "log.jsonl", 0, "mine")):
+    for ask in (lambda: require_wandb("mine"), lambda: Log(tmp_path / "log.jsonl", [], "mine")):
         with pytest.raises(UserError, match=f"^{SAID}needs the package wandb, which is not installed; "):
             ask()
 

@@ -253,7 +253,7 @@ def test_rows_are_a_function_of_their_number(target: Target, inputs: dict[str, P
 @pytest.mark.parametrize(("changes", "said"), [
     ({"drafter": make_dflash(tap_layers=[0, 2])},
      r"the drafter reads layers \[0, 2\] .* hold layers \[1, 2\]"),
-    ({"tokens": 40}, "a sample has 48 tokens but train.tokens is 40|a sample has 52 tokens"),
+    ({"tokens": 40}, "sample s4 has 52 tokens but train.tokens=40"),
     ({"epochs": 1, "steps": None, "accumulate": 50},
      "train.epochs=1 gives .* fewer than train.accumulate=50"),
     ({"drafter": make_dflash(anchors=16, decay_gamma=float("nan"))}, "is not finite at step 1")])
@@ -281,3 +281,29 @@ def test_training_goes_on_without_held_out_samples(target: Target, inputs: dict[
     responses = write_responses(tmp_path / "responses", SAMPLES)
     record = run(stage(target, steps=2), {**inputs, "responses": responses}, tmp_path / "out")
     assert "heldout_loss" not in record["final"] and record["final"]["loss"] > 0
+
+
+def test_a_held_out_sample_longer_than_a_row_is_told_before_the_first_step(target: Target,
+                                                                           inputs: dict[str, Path],
+                                                                           tmp_path: Path) -> None:
+    """Before the hidden states are there, even."""
+    longest = replace(random_samples((61,), seed=9)[0], id="held")
+    responses = write_responses(tmp_path / "responses", [*SAMPLES[:4], longest], heldout=1)
+    made = stage(target, tokens=60, heldout_every=1000)
+    with pytest.raises(UserError, match="sample held has 61 tokens but train.tokens=60"):
+        made.foresee({"responses": responses})
+    with pytest.raises(UserError, match="sample held has 61 tokens"):
+        run(made, {**inputs, "responses": responses}, tmp_path / "out")
+    assert not any((tmp_path / "out").iterdir())
+    stage(target, tokens=61).foresee({"responses": responses})
+    made.foresee({})
+
+
+def test_a_compile_is_announced(target: Target, inputs: dict[str, Path], tmp_path: Path,
+                                monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **settings: None)
+    run(stage(target, compile=True, steps=2), inputs, tmp_path / "out")
+    lines = capsys.readouterr().out.splitlines()
+    assert "compiling the drafter" in lines[0] and lines[1].startswith("train: 2/2 steps")
+    run(stage(target, steps=2), inputs, tmp_path / "other")
+    assert "compiling" not in capsys.readouterr().out

@@ -11,10 +11,10 @@ from forks import FORKS
 from test_resume import SAMPLES, check_equal, run, stage
 from tiny import copied, finished_inputs
 
-from trainer.hidden_states.offline import Offline
+from trainer.hidden_states.offline import Offline, OfflineRuntime
 from trainer.target import Target
 
-WATCHFUL = partial(Offline, runtime={"verify": "always", "ahead": 2})
+WATCHFUL = partial(Offline, runtime=OfflineRuntime("always", 2))
 
 
 def train(target: Target, inputs: dict[str, Path], out: Path, meeting: Any) -> None:

@@ -90,7 +90,7 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Target]:
     for name, choice in TARGETS.items():
         found[name] = build(compose_configuration([choice], find()).settings["target"])
     source = RandomLlama(hidden_size=64, layers=3, heads=2, key_value_heads=1, intermediate_size=128,
-                         vocab_size=320, tied=False, seed=7,
+                         vocab_size=320, tied=False, seed=7, scale=0.2,
                          runtime=Kept(str(tmp_path_factory.mktemp("cache"))))
     found["random"] = Target("random", source, "<|mask|>", [1, 2], {}, 512, False)
     return found

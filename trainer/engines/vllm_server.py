@@ -94,6 +94,11 @@ class VllmServer:
             check_port(self.runtime.port)
         return version
 
+    def longest(self) -> int:
+        """Tokens of prompt and answer together: the setting, or what the server to join says; UserError."""
+        return self.max_model_len if self.url is None else \
+            self.client(_base(self.url), None).model(NAME).max_length
+
     def client(self, url: str, death: Callable[[], ServerLost | None] | None) -> VllmClient:
         """A client for `url`, with the key that vLLM itself reads from the environment."""
         key = self.environment.get("VLLM_API_KEY") or os.environ.get("VLLM_API_KEY")

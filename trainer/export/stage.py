@@ -69,14 +69,12 @@ class Export(Stage):
             FORMATS[form].write(out / form, exported, serving, dtype)
             (out / form / "speculator.json").write_text(json.dumps(facts, indent=1) + "\n")
         gates = require(self._gates(drafter, inputs, out, dtype))
-        final = out.with_name(out.name.removesuffix(".partial"))  # where the folder will lie when finished
-        commands = {form: serve_commands(form, drafter.method, final / form, name, self.default_k)
-                    for form in self.formats}
         for form in self.formats:
-            (out / form / "README.md").write_text(model_card(facts, commands[form], self.target.name))
-        (out / "export.json").write_text(json.dumps(
-            {**facts, "serve_commands": commands[self.formats[0]]}, indent=1) + "\n")
-        _print_table(self.target.config, exported.geometry)
+            (out / form / "README.md").write_text(model_card(form, facts, self.target.name))
+        final = out.with_name(out.name.removesuffix(".partial"))  # where the folder will lie when finished
+        first = self.formats[0]
+        commands = serve_commands(first, drafter.method, final / first, name, self.default_k)
+        (out / "export.json").write_text(json.dumps({**facts, "serve_commands": commands}, indent=1) + "\n")
         return {"gates": gates, "formats": self.formats, "max_k": drafter.max_k, "default_k": self.default_k,
                 "parameters": sum(tensor.numel() for tensor in exported.weights.values())}
 
@@ -113,17 +111,3 @@ def _logits(drafter: Drafter, tokens: tuple[int, ...], taps: torch.Tensor) -> to
     anchor = len(tokens) // 2
     context = drafter.extend(drafter.new_context(), taps[:anchor])
     return drafter.draft_logits(context, tokens[anchor], drafter.max_k)
-
-
-def _print_table(target: dict[str, Any], draft: dict[str, Any]) -> None:
-    """Target against draft, for the keys whose silent difference costs acceptance."""
-    from rich import print as rich_print
-    from rich.table import Table
-
-    table = Table("", "target", "draft", title="what the drafter shares with its target",
-                  title_justify="left")
-    for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-                "intermediate_size", "num_hidden_layers", "rope_parameters", "rms_norm_eps",
-                "max_position_embeddings", "vocab_size"):
-        table.add_row(key, str(target.get(key, "-")), str(draft.get(key, "-")))
-    rich_print(table)

@@ -174,12 +174,13 @@ class Extract(Probe):
 def require_room(missing: list[Sample], writer: ShardWriter) -> None:
     """Says in one line what will be written, before it is computed; raises where it cannot fit."""
     size, free = sum(map(writer.size, missing)), shutil.disk_usage(writer.folder).free
+    place = writer.folder.parent  # the folder itself bears another name while it is written
     if size > free:
         raise UserError(f"the hidden states of {len(missing)} samples take {size / GIB:.3g} GiB in storage "
-                        f"{writer.codec.storage}, and {free / GIB:.3g} GiB are free in {writer.folder}: "
+                        f"{writer.codec.storage}, and {free / GIB:.3g} GiB are free in {place}: "
                         f"{ways_out(writer.codec.storage)}; `run=[plan]` shows what fits")
     print(f"hidden_states: {len(missing)} samples to extract, {size / GIB:.3g} GiB; {free / GIB:.3g} GiB "
-          f"are free in {writer.folder}", flush=True)
+          f"are free in {place}", flush=True)
 
 
 def ways_out(storage: str) -> str:

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from trainer.architectures.base import Drafter
+from trainer.data.packing import require_fit
 from trainer.data.responses import read_samples
 from trainer.errors import UserError
 from trainer.hidden_states.base import HiddenStateSource, MakeSource, Manifest
@@ -95,10 +96,20 @@ class Train(Stage):
         if self.runtime.wandb_project:
             require_wandb(self.runtime.wandb_project)
 
-    def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
-        answered = read_samples(inputs["responses"], "train")
+    def foresee(self, inputs: dict[str, Path]) -> None:
+        if "responses" in inputs:
+            self._samples(inputs["responses"])
+
+    def _samples(self, responses: Path) -> tuple[list[Sample], list[Sample], int]:
+        """Those to train on, those held out, and how many training samples are left out; all fit in a row."""
+        answered = read_samples(responses, "train")
         samples = _trainable(answered)
-        heldout = _trainable(read_samples(inputs["responses"], "heldout"), required=False)
+        heldout = _trainable(read_samples(responses, "heldout"), required=False)
+        require_fit(samples + heldout, self.tokens)
+        return samples, heldout, len(answered) - len(samples)
+
+    def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
+        samples, heldout, left_out = self._samples(inputs["responses"])
         counts = count_tokens(samples, self.target.config["vocab_size"])
         drafter = build_drafter(self.drafter, self.target, counts).to(self.runtime.device)
         states = inputs["hidden_states"]
@@ -111,7 +122,7 @@ class Train(Stage):
             source.close()
         save_counts(out, counts)
         save_file(checkpoint.trained(drafter), out / "weights.safetensors")
-        return {**record, "samples": len(samples), "left_out": len(answered) - len(samples),
+        return {**record, "samples": len(samples), "left_out": left_out,
                 "supervised": int(counts.sum()), "max_k": drafter.max_k,
                 "parameters": sum(parameter.numel() for parameter in drafter.parameters())}
 
@@ -142,12 +153,15 @@ class Train(Stage):
                              "log": log.lines},
                             self.runtime.keep_checkpoints)
 
-        with Progress("train", total=steps, unit="steps", start=step) as bar, \
+        if self.compile and step < steps:
+            print("train: compiling the drafter in the first step, half a minute or more without a word",
+                  flush=True)
+        with Progress("train", total=steps, unit="steps", start=step, warm_up=True) as bar, \
                 closing(Prefetch(rows.row, source.ahead, steps * self.accumulate)) as ready, source.in_use():
             try:
                 for taken in fit(drafter, optimizer, ready.get, pace, step):
                     step, told = taken.step, False
-                    watch.tokens += taken.tokens
+                    watch.took(taken.tokens)
                     _merge(sums, taken.totals)
                     bar.advance(1, loss=_share(taken, "loss"), accepted=_share(taken, "accepted_length"),
                                 lr=taken.lr, **{"tokens/s": watch.rate})
@@ -186,11 +200,18 @@ class Train(Stage):
 
 
 class _Watch:
-    """Seconds and tokens of a run over all its interruptions."""
+    """Seconds and tokens of a run over all its interruptions; the rate leaves the first step out, which
+    compiles."""
 
     def __init__(self, position: dict[str, Any]) -> None:
         self.before, self.start = position["seconds"], time.perf_counter()
-        self.tokens, self.earlier = position["tokens"], position["tokens"]
+        self.tokens = position["tokens"]
+        self.warm: tuple[float, int] | None = None  # time and tokens after the first step
+
+    def took(self, tokens: int) -> None:
+        self.tokens += tokens
+        if self.warm is None:
+            self.warm = time.perf_counter(), self.tokens
 
     @property
     def seconds(self) -> float:
@@ -198,7 +219,9 @@ class _Watch:
 
     @property
     def rate(self) -> float:
-        return (self.tokens - self.earlier) / (time.perf_counter() - self.start)
+        """Tokens a second; 0 until the second step."""
+        then, tokens = self.warm or (self.start, self.tokens)
+        return (self.tokens - tokens) / max(time.perf_counter() - then, 1e-9)
 
 
 def _trainable(samples: list[Sample], required: bool = True) -> list[Sample]:

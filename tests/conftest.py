@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from trainer.target import Target
-from trainer.target_made import RandomLlama
+from trainer.target_made import Kept, RandomLlama
 
 
 @pytest.fixture(scope="session")
 def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     source = RandomLlama(hidden_size=64, layers=3, heads=4, key_value_heads=2, intermediate_size=128,
-                         vocab_size=320, tied=True, seed=7,
-                         runtime={"cache": str(tmp_path_factory.mktemp("cache"))})
+                         vocab_size=320, tied=True, seed=7, scale=0.2,
+                         runtime=Kept(str(tmp_path_factory.mktemp("cache"))))
     return Target("tiny", source, "<|mask|>", [1, 2], {}, 512, False)
 
 

@@ -6,6 +6,6 @@ from __future__ import annotations
 import multiprocessing
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["trainer.training.stage", "trainer.engines.transformers",
+FORKS.set_forkserver_preload(["trainer.compose", "trainer.training.stage", "trainer.engines.transformers",
                               "trainer.evaluate.report", "trainer.hidden_states.extract",
                               "transformers.models.llama.modeling_llama", "hypothesis"])

@@ -92,6 +92,53 @@ def test_no_work_for_a_server_that_cannot_start(home: Home, capfd: pytest.Captur
     assert not home.root.exists()
 
 
+SETTINGS = {
+    "evaluate.k.1": ("evaluate.k=[3,9]",
+                     "must lie between 1 and 3, the longest draft of this drafter, but is 9"),
+    "export.default_k": ("export.default_k=4", "must lie between 1 and 3, the longest draft of this drafter"),
+    "evaluate.format": ("export.formats=[speculators] evaluate.format=native",
+                        "must be one of export.formats (speculators), but is native"),
+    "prompts.heldout": ("prompts.heldout=0",
+                        "must be at least 1, since evaluate measures on held-out prompts, but is 0"),
+    "drafter.start_layers": ("drafter.start_layers=[0,1]", "must name one target layer for each of the 1"),
+}
+
+
+def test_settings_that_do_not_go_together(home: Home, capfd: pytest.CaptureFixture[str]) -> None:
+    """All are told at once, by the key that holds the value, whether it is a check or a run."""
+    for flags in (["--check"], []):
+        given = " ".join(setting for setting, _ in SETTINGS.values()).split()
+        status, out, err = quick(home, capfd, *ALONE, *flags, *given)
+        found = {line.split()[1]: line for line in err.splitlines()}
+        assert status == 2 and not out and found.keys() == SETTINGS.keys(), err
+        for key, line in found.items():
+            assert line.startswith(f"error: {key} (command line): {SETTINGS[key][1]}"), line
+    assert not home.root.exists()
+
+
+def test_a_drafter_without_an_argument(home: Home, capfd: pytest.CaptureFixture[str]) -> None:
+    line = told(*quick(home, capfd, *ALONE, "~drafter.layers"))
+    assert line == ("error: drafter.layers (command line): is missing; trainer.architectures.dflash.DFlash "
+                    "needs it\n")
+
+
+def test_given_answers_in_a_recipe_that_samples(home: Home, capfd: pytest.CaptureFixture[str]) -> None:
+    status, out, err = quick(home, capfd, *ALONE, "--check", "responses=as_given")
+    assert status == 0 and out.startswith("the settings are right\n") and err == (
+        "note: recipes/smoke.yaml sets responses.sampling for responses=regenerate, which responses=as_given "
+        "cannot take and does without\n")
+
+
+def test_check_tells_all_that_is_not_there(home: Home, capfd: pytest.CaptureFixture[str]) -> None:
+    """Files, servers, what the target lacks: at once, also where no fingerprint can be had of a file."""
+    missing = ["hidden_states.path=nowhere", "engine.python=/no/python", "target.mask_token=none"]
+    told_of = ["hidden_states.path=nowhere", "target.mask_token", "engine.python=/no/python"]
+    for first in (["prompts.source.path"], []):
+        more = ["prompts=jsonl", "prompts.source.path=none.jsonl"] if first else []
+        status, _, err = quick(home, capfd, *SMOKE, "--check", *missing, *more)
+        assert status == 2 and [line.split()[1] for line in err.splitlines()] == first + told_of, err
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own, half a megabyte large."""
@@ -109,7 +156,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk(home: Home, small_disk: Path) -> None:
     """What cannot fit is refused before it is begun; what fills the disk all the same loses nothing."""
     home.root = small_disk / "runs"
-    settings = [*ALONE, *COMMITS, "run=[prompts,responses,hidden_states,train]"]
+    settings = [*ALONE, *COMMITS, "prompts.limit=40", "prompts.heldout=8", "train.steps=20",
+                "responses.sampling.max_new_tokens=24", "run=[prompts,responses,hidden_states,train]"]
     home.call(*settings, expected=2)
     line = told(2, home.out, home.err)
     assert "samples take" in line and "set hidden_states.storage=float8_e4m3fn" in line

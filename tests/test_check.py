@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional, Protocol, U
 import pytest
 
 from trainer import pipeline
-from trainer.__main__ import compose_configuration
 from trainer._paths import Choices, Source, Sources, find, holder, unknown
 from trainer.check import Configuration, check, locate, mismatch, unknown_arguments
+from trainer.compose import compose_configuration
 from trainer.errors import UserError
+from trainer.ranges import Count, Device, Gives, Layers, Like, Positive, Seed, Share
 
 if TYPE_CHECKING:
     from decimal import Decimal
@@ -118,6 +119,25 @@ def test_partial_nodes_may_lack_arguments_but_not_invent_them() -> None:
     assert len(judge({"job": node("Server", _partial_=True, nope=1)})) == 1
 
 
+@dataclass(frozen=True)
+class Reads:
+    make: Annotated[Callable[..., Engine], Gives(("context", "size"))]
+
+
+class Late(Engine):
+    def __init__(self, context: int, size: int, threads: int, name: str, free: int = 3) -> None: ...
+
+
+def test_a_partial_node_has_what_its_reader_does_not_give() -> None:
+    late = node("Late", _partial_=True, threads=2)
+    missing = f"is missing; {HERE}.Late needs it"
+    assert judge({"a": node("Reads", make=late)}) == [f"a.make.name (configuration): {missing}"]
+    assert judge({"a": node("Reads", make=late | {"name": "x"})}) == []
+    settings = {"late": late, "a": node("Reads", make=late), "b": node("Reads", make=late)}
+    raw = {"late": late, "a": node("Reads", make="${late}"), "b": node("Reads", make="${late}")}
+    assert judge(settings, raw) == [f"late.name (configuration): {missing}"], "told once, where it stands"
+
+
 def test_open_signatures_and_positional_arguments() -> None:
     assert judge({"call": node("open_call", size=1, anything=2)}) == []
     assert judge({"call": node("open_call", size="1")}) == [
@@ -159,7 +179,7 @@ def test_one_mistake_behind_many_links_is_one_line_where_it_stands() -> None:
     engine = node("Server", threads="x", thread=1)
     settings = {"seed": "x", "engine": engine, "a": node("Job", **job(first="x", engine=engine)),
                 "b": node("Job", **job(first="x", engine=engine))}
-    assert judge(settings, raw) == ["seed (configuration): must be int, but is 'x' (str)",
+    assert judge(settings, raw) == [f"seed (configuration): {mismatch('x', Seed)}",
                                     "engine.thread (configuration): unknown key; nearest: engine.threads"]
 
 
@@ -185,6 +205,7 @@ def test_who_set_a_key() -> None:
     sources = Sources(FILES, ("engine.runtime", "extra.deep.key"))
     expected = {"engine.threads": "recipes/fast.yaml", "engine.runtime.port": "command line",
                 "engine._target_": "conf/engine/server.yaml", "engine.missing": "conf/engine/server.yaml",
+                "engine.runtime": "command line", "engine": "command line",
                 "seed": "conf/config.yaml", "sede": "recipes/fast.yaml", "extra": "command line",
                 "no": "configuration"}
     assert {key: sources.origin(key) for key in expected} == expected
@@ -206,15 +227,19 @@ def test_top_level_keys_and_stages() -> None:
 
 
 def test_arguments_that_set_nothing() -> None:
-    raw = {"engine": node("Server", threads=1, environment={}), "train": {"engine": "${engine}", "lr": 1}}
+    raw = {"engine": node("Server", threads=1, environment={}), "train": {"engine": "${engine}", "lr": 1},
+           "other": node("Other"), "call": node("open_call", size=1)}
     given = {"engine.threads": 2, "engine.thraeds": 2, "engine.fancy": 1, "engine.environment.A": 1,
+             "other.name": "y", "call.any": 1,
              "train.engine.threads": 3, "train.lr.x": 1, "threads": 1, "engine.lrr": 1,
              "trian": {"a": {"b": 1}}, "train": {"lr": 2, "lrr": {"x": 1}}}
     assert unknown_arguments(given, raw, ["recipe"]) == {
         "engine.thraeds": "unknown key; nearest: engine.threads",
-        "engine.fancy": "unknown key; engine does not set it, if it can take it write +engine.fancy=...",
-        "engine.environment.A": "unknown key; engine.environment does not set it, if it can take it write "
+        "engine.fancy": "unknown key; engine takes environment, threads",
+        "engine.environment.A": "unknown key; engine.environment can take it but does not set it: write "
                                 "+engine.environment.A=...",
+        "other.name": "unknown key; other can take it but does not set it: write +other.name=...",
+        "call.any": "unknown key; call can take it but does not set it: write +call.any=...",
         "train.engine.threads": "train.engine is ${engine}; set engine.threads instead",
         "train.lr.x": "train.lr is the value 1 and has no keys",
         "threads": "unknown key; nearest: engine.threads",
@@ -226,12 +251,19 @@ def test_arguments_that_set_nothing() -> None:
 def test_unknown_without_a_neighbour_lists_what_there_is() -> None:
     assert unknown("a.zzz", ["one", "two"], {}) == "unknown key; a takes one, two"
     assert unknown("zzz", [], {}) == "unknown key; the configuration takes none"
+    assert unknown("foo", ["a"], {"b": {"floor": 1}}) == "unknown key; the configuration takes a"
+    assert unknown("zzz", ["b", "a", "b"], {}) == "unknown key; the configuration takes a, b"
 
 
 def test_links_in_a_circle_end() -> None:
     assert holder({"a": "${b}", "b": "${a}"}, "a") in ("a", "b")
     assert holder({"a": "${b.c}", "b": {"c": 1}}, "a") == "b.c"
     assert holder({"a": "${gone}"}, "a") == "a"
+
+
+def test_what_lies_behind_a_link_is_held_there() -> None:
+    raw = {"a": {"x": "${b}"}, "b": {"y": {"z": "${c}"}}, "c": 3}
+    assert [holder(raw, key) for key in ("a.x", "a.x.y", "a.x.y.z", "a.x.new")] == ["b", "b.y", "c", "b.new"]
 
 
 @pytest.mark.parametrize(("value", "hint"), [
@@ -242,7 +274,10 @@ def test_links_in_a_circle_end() -> None:
     ([1, 2], tuple[int, ...]), ([1, "a"], tuple[int, str]), ([1], Sequence[int]), ([1], Iterable),
     ({"a": 1}, dict), ({"a": 1}, dict[str, int]), ({"a": 1}, Mapping[str, float]), ("x", Path),
     ("x", Path | None), (1, Any), (1, object),
-    (1, Annotated[int, "doc"]), (1, "Unknown"), ({"_target_": "nowhere.X"}, Engine),
+    (1, Annotated[int, "doc"]), (1, Count), (None, Count | None), ([1, 2], list[Count]), (0.0, Share),
+    (1, Share), ("cuda:1", Device),
+    ("x", Annotated[str, Like("x", "x")]), ({"_target_": f"{HERE}.open_call"}, Positive),
+    (1, "Unknown"), ({"_target_": "nowhere.X"}, Engine),
     ({"_target_": f"{HERE}.Server"}, Engine | None), ({"_target_": f"{HERE}.open_call"}, Engine),
     ({"_target_": f"{HERE}.Other"}, Talks),
     ({"_target_": f"{HERE}.Server", "_partial_": True}, Callable[..., Engine])])
@@ -264,7 +299,18 @@ def test_values_that_fit(value: object, hint: object) -> None:
     ([1], dict, "must be dict, but is [1] (list)"), ({}, list, "must be list, but is {} (dict)"),
     (5, Path, "must be Path, but is 5 (int)"), (5, Engine, "must be Engine, but is 5 (int)"),
     (5, Talks, "must be Talks, but is 5 (int)"), ("x" * 99, int, f"must be int, but is '{'x' * 56}... (str)"),
-    ({"_target_": f"{HERE}.Other"}, dict, f"must be dict, but is the node of {HERE}.Other")])
+    ({"_target_": f"{HERE}.Other"}, dict, f"must be dict, but is the node of {HERE}.Other"),
+    (float("nan"), float, "must be float, but is nan, which is no finite number"),
+    (float("-inf"), Positive, "must be float above 0, but is -inf, which is no finite number"),
+    (0, Count, "must be int of at least 1, but is 0 (int)"),
+    (True, Count, "must be int of at least 1, but is true"),
+    (0, Count | None, "must be int of at least 1 or null, but is 0 (int)"),
+    ([1, 0], list[Count], "must be list[int of at least 1], but is [1, 0] (list)"),
+    (1.5, Share, "must be float of at least 0 and of at most 1, but is 1.5 (float)"),
+    ([], Layers, "must be list[int of at least 0] that is not empty and without repetition, but is [] "
+                 "(list)"),
+    ("cuda:x", Device, "must be str that is cpu, cuda or cuda:NUMBER, but is 'cuda:x' (str)"),
+    ([1.0, "x"], tuple[float, ...], "must be tuple[float, ...], but is [1.0, 'x'] (list)")])
 def test_values_that_do_not_fit(value: object, hint: object, said: str) -> None:
     assert mismatch(value, hint) == said
 

@@ -218,8 +218,17 @@ TYPOS = {
                               "math",
     "run=[trian]": "run (command line): there is no stage 'trian'; nearest: train; stages: prompts, train, "
                    "report",
-    "run=train": "run (command line): must be list[str], but is 'train' (str); a list is written [train]",
-    "seed=x": "seed (command line): must be int, but is 'x' (str)",
+    "run=train": "run (command line): must be list[str] that is not empty and without repetition, but is "
+                 "'train' (str); a list is written [train]",
+    "seed=x": "seed (command line): must be int of at least 0 and below 9223372036854775808, but is 'x' "
+              "(str)",
+    "+foo=1": "foo (command line): unknown key; the configuration takes cache_root, drafter, hardware, "
+              "prompts, recipe_name, report, run, run_root, seed, train",
+    "foo=1": "foo (command line): unknown key; the configuration takes drafter, hardware, prompts, recipe, "
+             "recipe_name, report, run, run_root, seed, train",
+    "drafter.foo=1": "drafter.foo (command line): unknown key; drafter takes block_size, kernel, target",
+    "drafter.target=x": "drafter.target (command line): unknown key; drafter can take it but does not set "
+                        "it: write +drafter.target=...",
     "recipe=frist": "recipe (command line): there is no 'frist'; choices: first, second",
     "recipe=": "recipe (command line): there is no ''; choices: first, second",
     "recip=second": "recip (command line): unknown key; nearest: recipe",
@@ -299,6 +308,43 @@ def test_a_mistake_in_a_group_file_names_that_file(toy: Path, capfd: pytest.Capt
         "train.lr=..."]
 
 
+FIXED = """
+@dataclass(frozen=True)
+class Fixed(Stage):
+    after: ClassVar[tuple[str, ...]] = ()
+    version: ClassVar[int] = 1
+    count: int
+
+    def run(self, inputs, out):
+        return {}
+"""
+
+
+def test_another_option_does_without_what_a_recipe_sets_for_the_first(toy: Path,
+                                                                      capfd: pytest.CaptureFixture) -> None:
+    write(toy / "toy_stages.py", STAGES + FIXED)
+    write(toy / "conf/prompts/fixed.yaml", "_target_: toy_stages.Fixed\ncount: 5\n")
+    write(toy / "recipes/tuned.yaml", "prompts: {count: 7, sampling: {temperature: 0.5}}\n")
+    write(toy / "recipes/child.yaml", "defaults: [/recipe/tuned]\nprompts: {runtime: {threads: 4}}\n")
+    assert quick(toy, "--cfg", "job", "recipe=child", "prompts=fixed") == 0
+    told = capfd.readouterr()
+    assert told.err.splitlines() == [
+        f"note: recipes/{file}.yaml sets prompts.{key} for prompts=few, which prompts=fixed cannot take and "
+        "does without" for file, key in (("tuned", "sampling"), ("child", "runtime"))]
+    assert "count: 7" in told.out and "sampling" not in told.out
+    assert quick(toy, "--check", "recipe=child", "prompts=many") == 0
+    assert not capfd.readouterr().err, "what the new option takes is kept"
+    assert quick(toy, "recipe=tuned", "prompts=fixed", "prompts.sampling.seed=1") == 2
+    assert capfd.readouterr().err.splitlines()[1:] == [
+        "error: prompts.sampling.seed (command line): unknown key; prompts takes count"]
+
+
+def test_a_mistake_in_an_option_is_blamed_on_its_file(toy: Path, capfd: pytest.CaptureFixture) -> None:
+    write(toy / "conf/train/wrong.yaml", FILES["conf/train/default.yaml"].replace("steps: 10", "stpes: 10"))
+    assert quick(toy, "train=wrong", "recipe=second") == 2
+    assert "error: train.stpes (conf/train/wrong.yaml): unknown key" in capfd.readouterr().err
+
+
 def test_all_problems_are_told_at_once(toy: Path, capfd: pytest.CaptureFixture) -> None:
     write(toy / "recipes/bad.yaml", "train: {lrr: 3}\nprompts: {count: many}\n")
     assert quick(toy, "recipe=bad", "drafter.block=2", "seed=x") == 2
@@ -352,6 +398,37 @@ def test_check_plans_without_running(toy: Path, capfd: pytest.CaptureFixture) ->
     assert not Path("runs").exists()
 
 
+def test_check_names_all_that_is_missing(toy: Path, capfd: pytest.CaptureFixture) -> None:
+    for arguments in (["--check"], []):
+        assert quick(toy, *arguments, "run=[report]") == 2
+        assert only_line(capfd.readouterr().err) == (
+            "error: run= leaves out what has no finished folder for these settings in runs: 'prompts' (read "
+            "by 'train'), 'train' (read by 'report'); write 'run=[prompts,train,report]'")
+    assert not Path("runs").exists()
+
+
+def test_what_stages_say_of_their_settings_is_told(toy: Path, capfd: pytest.CaptureFixture) -> None:
+    judging = """
+        def check(self, stages):
+            return {"train.steps": f"above {stages['prompts'].count}", "train.drafter.kernel": "is old"}
+
+        def preflight(self):
+            raise UserError("no device")
+    """
+    text = STAGES.replace("    drafter: object\n", "    drafter: object\n" + textwrap.indent(textwrap.dedent(
+        judging), "    "))
+    write(toy / "toy_stages.py", text)
+    for arguments in (["--check"], []):
+        assert quick(toy, *arguments, "drafter.kernel=fused") == 2
+        told = capfd.readouterr()
+        assert told.err.splitlines() == ["error: train.steps (recipes/first.yaml): above 3",
+                                         "error: drafter.kernel (command line): is old"] and not told.out
+    write(toy / "toy_stages.py", text.replace("return {", "return {} and {"))
+    sys.modules.pop("toy_stages")
+    assert quick(toy, "--check") == 2
+    assert only_line(capfd.readouterr().err) == "error: no device"
+
+
 def test_a_fault_of_ours_is_one_line_and_a_traceback_on_request(toy: Path) -> None:
     fault = call(toy, "train.fault=bug")
     assert fault.returncode == 1
@@ -377,6 +454,18 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(toy: Path, capfd: pytest.
 def heed_interrupts() -> None:
     """A shell's background job ignores Ctrl-C, and would hand that down to the process under test."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_stopped_while_it_begins_it_says_so_in_a_line(toy: Path) -> None:
+    write(toy / "first/hydra/__init__.py", "import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    path = f"{PROJECT}{os.pathsep}{toy / 'first'}"
+    with subprocess.Popen([sys.executable, "-m", "trainer", "--check"], env=environment(toy, PYTHONPATH=path),
+                          text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          preexec_fn=heed_interrupts) as process:
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=20)
+    assert (process.returncode, only_line(told)) == (130, "stopped; the same command goes on from here")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -423,11 +512,37 @@ def test_help_is_our_own_and_imports_nothing_heavy(toy: Path) -> None:
         assert text in listed
 
 
-def test_help_into_a_closed_pipe(toy: Path) -> None:
-    line = f"{shlex.join(command(toy))} --help | true; exit ${{PIPESTATUS[0]}}"
+GONE = "note: the output cannot be written any more ({}); the run goes on without it"
+FULL = "No space left on device"
+
+
+@pytest.mark.parametrize(("arguments", "where", "code", "said"), [
+    ("--help", "| true", 0, ""), ("--cfg job", "2>&1 | true", 0, ""),
+    ("--help", "> /dev/full", 2, f"error: the output cannot be written ({FULL}); give it another place"),
+    ("", "| true", 0, GONE.format("Broken pipe")), ("", "2>&1 | true", 0, ""), ("", ">&- 2>&-", 0, ""),
+    ("", "> /dev/full", 0, GONE.format(FULL)), ("train.fault=user", "> /dev/full 2>&1", 2, "")])
+def test_nobody_reads_or_can_take_the_output(toy: Path, arguments: str, where: str, code: int,
+                                             said: str) -> None:
+    """A run goes on: its result lies in files. For what is asked for its output, a full disk is an error."""
+    line = f"{shlex.join(command(toy))} {arguments} {where}; exit ${{PIPESTATUS[0]}}"
     told = subprocess.run(["bash", "-c", line], env=environment(toy), text=True, capture_output=True)
-    assert told.returncode == 0
-    assert told.stderr == ""
+    assert (told.returncode, told.stderr.strip()) == (code, said)
+    assert bool(list(Path().glob("runs/report/*/report.json"))) == (arguments == "")
+
+
+def test_ctrl_c_while_the_imports_go_on_is_told_in_a_line(toy: Path) -> None:
+    (toy / "hydra").mkdir()
+    (toy / "hydra/__init__.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    told = subprocess.run([sys.executable, "-m", "trainer"], text=True, capture_output=True,
+                          env=environment(toy) | {"PYTHONPATH": f"{toy}{os.pathsep}{PROJECT}"},
+                          preexec_fn=heed_interrupts)
+    assert (told.returncode, told.stdout) == (130, "") and told.stderr.startswith("stopped; ")
+
+
+def test_paths_that_cannot_be(toy: Path, capfd: pytest.CaptureFixture) -> None:
+    for root, said in (("", "run_root (command line): must be str that is not empty"), ("x" * 300, "File name too long")):
+        assert quick(toy, f"run_root={root}") == 2
+        assert said in only_line(capfd.readouterr().err)
 
 
 def test_the_layout_of_the_wheel(toy: Path) -> None:

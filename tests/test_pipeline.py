@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
-from trainer import pipeline
-from trainer._paths import flush, locked, write_json
+from trainer import _folders, pipeline
 from trainer.errors import UserError
 from trainer.gates import Gate, require
 from trainer.pipeline import Stage, build, fingerprint, masked, plan
@@ -59,6 +57,22 @@ class Use(Stage):
         CALLS.append("use")
         (out / "result.txt").write_text(str(self.factor * len((inputs["make"] / "items.txt").read_text())))
         return {"factor": self.factor}
+
+
+@dataclass(frozen=True)
+class Careful(Stage):
+    after: ClassVar[tuple[str, ...]] = ("make", "use")
+    version: ClassVar[int] = 1
+    refuses: str
+
+    def foresee(self, inputs: dict[str, Path]) -> None:
+        CALLS.append(f"foresee {' '.join(inputs)}")
+        if self.refuses in inputs:
+            raise UserError(f"{sorted(path.name for path in inputs[self.refuses].iterdir())} will not do")
+
+    def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
+        CALLS.append("careful")
+        return {}
 
 
 class Circular(Use):
@@ -168,6 +182,16 @@ def test_a_stage_that_only_misses_its_rename_is_not_run_again() -> None:
     assert CALLS == ["make", "use"] and make.folder.exists()
 
 
+def test_what_a_finished_stage_has_to_tell_ends_every_run(monkeypatch: pytest.MonkeyPatch,
+                                                          capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(Use, "tell", lambda self, folder: print((folder / "result.txt").read_text()))
+    for _ in range(2):
+        pipeline.run(settings())
+        assert capsys.readouterr().out.splitlines()[-1] == "6.0"
+    pipeline.run(settings(stages=("make",)))
+    assert "6.0" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("damage", ["", "{", "[]", "{}", None])
 def test_a_damaged_record_names_the_folder_to_remove(damage: str | None) -> None:
     pipeline.run(settings())
@@ -189,12 +213,102 @@ def test_a_record_of_another_fingerprint_is_no_result() -> None:
 
 
 def test_some_stages_only() -> None:
-    with pytest.raises(UserError, match=r"stage 'use' reads 'make', which is not in run=.*run=\[make,use\]"):
+    with pytest.raises(UserError, match=r"leaves out .* 'make' \(read by 'use'\); write 'run=\[make,use\]'"):
         pipeline.run(settings(stages=("use",)))
     assert CALLS == []
     pipeline.run(settings(stages=("make",)))
     pipeline.run(settings(stages=("use",)))
     assert CALLS == ["make", "use"]
+
+
+def test_what_a_stage_can_foresee_is_told_before_the_stages_between() -> None:
+    config = settings(stages=("make", "use", "careful"))
+    config["careful"] = {"_target_": f"{__name__}.Careful", "refuses": "make"}
+    with pytest.raises(UserError, match=r"\['items.txt', 'stage.json'\] will not do"):
+        pipeline.run(config)
+    assert CALLS == ["make", "foresee make"]
+    config["careful"]["refuses"] = "nothing"
+    pipeline.run(config)
+    assert CALLS[2:] == ["foresee make", "use", "foresee make use", "careful"]
+    pipeline.run(config)
+    assert len(CALLS) == 6, "nothing to foresee of a finished stage"
+@dataclass(frozen=True)
+class Last(Stage):
+    after: ClassVar[tuple[str, ...]] = ("make", "use")
+    version: ClassVar[int] = 1
+
+    def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
+        return {}
+
+
+def test_all_that_is_left_out_is_named_at_once() -> None:
+    config = settings(stages=("last",)) | {"last": {"_target_": f"{__name__}.Last"}}
+    with pytest.raises(UserError, match=r"'make' \(read by 'use'\), 'use' \(read by 'last'\); write "
+                                        r"'run=\[make,use,last\]'$"):
+        pipeline.run(config)
+    pipeline.run(settings(stages=("make",)))
+    with pytest.raises(UserError, match=r"in runs: 'use' \(read by 'last'\); write 'run=\[use,last\]'$"):
+        pipeline.run(config)
+    pipeline.run(settings())
+    pipeline.run(config)
+
+
+@dataclass(frozen=True)
+class Needy(Make):
+    """Finds fault with its size beside that of others, with a file, and with the machine."""
+
+    after: ClassVar[tuple[str, ...]] = ("make",)
+
+    def check(self, stages: Mapping[str, Any]) -> dict[str, str]:
+        return {"needy.size": "too large"} if self.size > stages["make"].size else {}
+
+    def external(self) -> dict[str, Any]:
+        if self.size == 2:
+            raise UserError(f"no file {FACTS['file']}")
+        return {}
+
+    def preflight(self) -> None:
+        CALLS.append("preflight")
+        if FACTS.get("broken"):
+            raise UserError(f"no {FACTS['broken']} here")
+
+    def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
+        return {}
+
+
+def needy(*sizes: int, run: tuple[str, ...] = ("make", "needy", "other")) -> dict[str, Any]:
+    made = settings(stages=run)
+    return made | {name: made["make"] | {"_target_": f"{__name__}.Needy", "size": size}
+                   for name, size in zip(("needy", "other"), sizes, strict=True)}
+
+
+def test_stages_find_fault_with_settings_that_do_not_go_together() -> None:
+    assert pipeline.check(needy(3, 1)) == {}
+    assert pipeline.check(needy(4, 4)) == {"needy.size": "too large"}
+    assert pipeline.check(needy(4, 4, run=("make",))) == {}, "what is not reached is not judged"
+    assert CALLS == []
+
+
+def test_what_is_missing_is_told_at_once_and_before_anything_runs() -> None:
+    FACTS.update(file="a", broken="server")
+    with pytest.raises(UserError, match=r"^no file a\nno server here$"):
+        pipeline.run(needy(2, 2))  # the same fault of two stages is told once
+    with pytest.raises(UserError, match=r"'make' \(read by 'needy'\); write 'run=\[make,needy\]'"):
+        pipeline.run(needy(1, 1, run=("needy",)))
+    with pytest.raises(UserError, match=r"^no server here$"):
+        pipeline.run(needy(1, 1))
+    assert CALLS == ["preflight"] * 4 and not Path("runs").exists()
+
+
+def test_a_finished_stage_needs_nothing() -> None:
+    pipeline.run(needy(1, 1, run=("make", "needy")))
+    CALLS.clear()
+    stages = plan(needy(1, 1, run=("make", "needy")))
+    FACTS["broken"] = "server"
+    pipeline.preflight(stages, ["make", "needy"])
+    assert CALLS == []
+    with pytest.raises(UserError, match="no server here"):
+        pipeline.preflight(plan(needy(3, 1, run=("needy",))), ["needy"])
 
 
 def test_the_order_is_that_of_the_dependence() -> None:
@@ -221,10 +335,10 @@ def test_a_full_disk_in_words_of_a_library_and_without_words(monkeypatch: pytest
 
     for fault, free in ((Storage("Os { code: 28, message: \"No space left on device\" }"), 10**12),
                         (Storage("file write failed"), 1000)):
-        monkeypatch.setattr(pipeline, "_free_bytes", lambda folder, free=free: free)
+        monkeypatch.setattr(_folders, "_free_bytes", lambda folder, free=free: free)
         with pytest.raises(UserError, match="the disk is full: stage 'make' could not go on writing"):
             pipeline._execute(failing(fault), {})
-    monkeypatch.setattr(pipeline, "_free_bytes", lambda folder: 10**12)
+    monkeypatch.setattr(_folders, "_free_bytes", lambda folder: 10**12)
     with pytest.raises(Storage):
         pipeline._execute(failing(Storage("file write failed")), {})
 
@@ -244,8 +358,10 @@ def test_a_record_that_json_cannot_hold_is_told_with_its_type(monkeypatch: pytes
 
 def test_a_folder_that_cannot_be_written() -> None:
     Path("runs").write_text("a file where the folder should be")
-    with pytest.raises(UserError, match="set run_root="):
-        pipeline.run(settings())
+    for root, said in (("runs", "run_root=runs cannot hold make .*; set run_root="),
+                       ("", "run_root= is empty"), ("x" * 300, "File name too long")):
+        with pytest.raises(UserError, match=said):
+            pipeline.run(settings() | {"run_root": root})
 
 
 def test_latest_points_at_the_newest_folders() -> None:
@@ -259,12 +375,23 @@ def test_latest_points_at_the_newest_folders() -> None:
     assert set(json.loads(Path("runs/latest.json").read_text())) == {"make", "use"}
 
 
+def test_a_finished_run_needs_no_right_to_write(capsys: pytest.CaptureFixture) -> None:
+    pipeline.run(settings())
+    Path("runs/latest.json.lock").mkdir()  # now it cannot be written
+    pipeline.run(settings())
+    assert "note:" not in capsys.readouterr().out, "it says already what is there"
+    Path("runs/latest.json").unlink()
+    assert pipeline.run(settings()) == folders(settings())["use"]
+    assert "note: runs/latest.json cannot be written and does not name" in capsys.readouterr().out
+
+
 def test_the_header_and_the_numbers(capsys: pytest.CaptureFixture) -> None:
     pipeline.run(settings())
     lines = capsys.readouterr().out.splitlines()
     assert lines[:3] == ["recipe toy", f"  make  run       {folders(settings())['make']}",
                          f"  use   run       {folders(settings())['use']}"]
-    assert lines[4:6] == ["make: done in 0:00, items 3", "  gate g: 1 >= 0.5"]
+    assert lines[3] == f"results go to {Path('runs').resolve()}; run_root= puts them elsewhere"
+    assert lines[5:7] == ["make: done in 0:00, items 3", "  gate g: 1 >= 0.5"]
 
 
 def test_secrets_stay_out_of_the_record_and_the_fingerprint() -> None:
@@ -314,41 +441,3 @@ def test_build_lets_the_errors_of_constructors_through() -> None:
         build({"_target_": f"{__name__}.Refuses"}, kind="user")
     with pytest.raises(UserError, match="os.system cannot be built"):
         build({"_target_": "os.system", "command": "true"})
-
-
-def hold(folder: Path, held: Any, release: Any) -> None:
-    with locked(folder, "stage 'x'"):
-        held.set()
-        release.wait(20)
-
-
-def test_a_lock_keeps_others_out_and_names_its_holder(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    held, release = context.Event(), context.Event()
-    process = context.Process(target=hold, args=(tmp_path / "x", held, release))
-    process.start()
-    assert held.wait(20)
-    said = f"stage 'y' is being written by process {process.pid} "
-    with pytest.raises(UserError, match=said), locked(tmp_path / "x", "stage 'y'"):
-        pass
-    process.kill()
-    process.join()
-    with locked(tmp_path / "x", "stage 'y'"):
-        assert (tmp_path / "x.lock").read_text() == f"{os.getpid()}\n"
-    assert not (tmp_path / "x.lock").exists()
-
-
-def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    write_json(tmp_path / "a.json", {"a": 1})
-    with pytest.raises(TypeError):
-        write_json(tmp_path / "a.json", {"a": 2, "b": object()})
-    assert json.loads((tmp_path / "a.json").read_text()) == {"a": 1}
-    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
-
-
-def test_flush_takes_any_kind_of_file(tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder/file").write_text("x")
-    (tmp_path / "broken").symlink_to("nowhere")
-    os.mkfifo(tmp_path / "pipe")
-    flush(tmp_path)

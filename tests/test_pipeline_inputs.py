@@ -66,7 +66,7 @@ def test_what_is_useful_is_handed_over_where_it_is_finished() -> None:
 
 
 def test_what_is_needed_must_still_be_there() -> None:
-    with pytest.raises(UserError, match="stage 'view' reads 'needed', which is not in run="):
+    with pytest.raises(UserError, match=r"run= leaves out .*: 'needed' \(read by 'view'\)"):
         pipeline.run(settings("view"))
 
 

@@ -71,6 +71,24 @@ def test_the_last_line_gives_the_rate_of_the_whole(capsys: pytest.CaptureFixture
     assert capsys.readouterr().out.splitlines()[-1] == "train: 20/20 steps  100%  elapsed 1:40  0.2 steps/s"
 
 
+def test_a_warm_up_is_no_speed(capsys: pytest.CaptureFixture, tick: Callable) -> None:
+    """The first step compiles: neither the rate nor the time left may know of it."""
+    with Progress("train", total=20, warm_up=True) as bar:
+        tick(40)
+        bar.advance(1)
+        for _ in range(6):
+            tick(2)
+            bar.advance(1)
+        assert bar.rate() == 0.5
+        tick(26)
+        bar.advance(13)
+    assert capsys.readouterr().out.splitlines() == [
+        "train: 1/20 steps  5%  elapsed 0:40",
+        "train: 6/20 steps  30%  elapsed 0:50  0.5 steps/s  eta 0:28",
+        "train: 20/20 steps  100%  elapsed 1:18  0.5 steps/s",
+        "train: 20/20 steps  100%  elapsed 1:18  0.5 steps/s"]
+
+
 def test_an_interrupted_bar_says_so_and_lets_the_error_through(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(KeyboardInterrupt), Progress("train", total=5) as bar:
         bar.advance()

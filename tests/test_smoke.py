@@ -6,7 +6,6 @@ Interrupted runs are processes of their own, stopped as soon as a stage has writ
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -15,12 +14,15 @@ from pathlib import Path
 
 import pytest
 from runs import ALONE, COMMITS, PATIENCE, SMOKE, STAGES, Home, check_went_on, quick, told, wait_until
-from vllm_support import vllm_python
+from vllm_support import FEW, kill_worker, vllm_python
 
+from trainer import pipeline
 from trainer.engines import vllm_process
+from trainer.errors import UserError
 
 # many small parts, so that a stage is stopped in its middle and not after it
-SLOW = [*ALONE, "prompts.limit=120", "target_engine.batch=8", *COMMITS, "train.tokens=640", "train.steps=60",
+SLOW = [*ALONE, "prompts.heldout=8", "responses.sampling.max_new_tokens=24", "target_engine.batch=8",
+        "evaluate.prompts=4", *COMMITS, "train.tokens=640", "train.steps=60",
         "train.runtime.checkpoint_every=4"]
 
 
@@ -50,6 +52,7 @@ def test_all_stages_in_order(unbroken: Home) -> None:
     assert content["gates"] and all(gate["passed"] for gate in content["gates"].values())
     assert {row["engine"] for row in content["rows"]} == {"in_process"}
     assert all(row["lossless"] for row in content["rows"])
+    assert content["rows"][0]["mean_accepted_length"] > 1.05, "so small a target lets its drafter learn"
     assert set(content["stages"]) >= set(STAGES[:-1])
     assert (report.parent / "report.html").stat().st_size > 10_000
     for form in ("speculators", "native"):
@@ -60,9 +63,39 @@ def test_a_finished_run_does_nothing(unbroken: Home, capfd: pytest.CaptureFixtur
     before = times(unbroken)
     status, out, err = quick(unbroken, capfd, *SLOW)
     assert (status, err) == (0, "")
-    assert [line.split()[:2] for line in out.splitlines()[1:-1]] == [[stage, "reuse"] for stage in STAGES]
-    assert out.splitlines()[-1] == str(unbroken.stage("report") / "report.json")
+    lines = out.splitlines()
+    assert [line.split()[:2] for line in lines[1:1 + len(STAGES)]] == [[stage, "reuse"] for stage in STAGES]
+    assert lines[1 + len(STAGES):] == unbroken.out.splitlines()[-len(lines) + 1 + len(STAGES):]
+    assert lines[-2:] == [str(unbroken.stage("report") / f"report.{kind}") for kind in ("html", "json")]
+    assert any(line.startswith("smoke: accepted length ") for line in lines)
     assert times(unbroken) == before
+
+
+def test_every_file_has_the_mode_of_the_umask(unbroken: Home) -> None:
+    found = {path: oct(path.stat().st_mode & 0o777) for path in unbroken.root.rglob("*") if path.is_file()}
+    umask = os.umask(0)
+    os.umask(umask)
+    assert {path: mode for path, mode in found.items() if mode != oct(0o666 & ~umask)} == {}
+
+
+def test_no_file_of_a_finished_run_changes_unseen(unbroken: Home, capfd: pytest.CaptureFixture[str]) -> None:
+    files = [(unbroken.stage(stage), path) for stage in STAGES for path in unbroken.stage(stage).rglob("*")
+             if path.is_file() and path.name != "stage.json"]
+    names = {str(path.relative_to(folder)) for folder, path in files}
+    assert names > {"prompts.jsonl", "responses.jsonl", "manifest.json", "weights.safetensors", "rows.json",
+                    "token_counts.safetensors", "speculators/model.safetensors", "export.json", "report.json"}
+    for folder, path in files:
+        content, stamp = path.read_bytes(), path.stat().st_mtime_ns
+        apart = path.suffix == ".bin" or "checkpoints" in path.parts  # these have checksums of their own
+        path.write_bytes(content[:-3] if apart else bytes([content[0] ^ 1]) + content[1:])
+        try:
+            with pytest.raises(UserError, match=f"^{path} is not as .*; remove {folder} and run the same c"):
+                pipeline.require_unchanged(folder)
+            if path.name == "export.json":
+                assert str(path) in told(*quick(unbroken, capfd, *SLOW))
+        finally:
+            path.write_bytes(content)
+            os.utime(path, ns=(stamp, stamp))
 
 
 def times(home: Home) -> dict[Path, int]:
@@ -115,11 +148,11 @@ def test_a_server_killed_in_the_middle_and_the_whole_run(home: Home) -> None:
     settings = [*SMOKE, f"engine.python={vllm_python()}", "engine.max_model_len=1024",
                 "engine.max_num_seqs=4", "engine.runtime.kv_cache_gib=1", "evaluate.prompts=8",
                 "evaluate.sampling.max_new_tokens=48",
-                f"engine.runtime.threads='{min(os.sched_getaffinity(0))}'"]
+                f"engine.runtime.threads='{min(os.sched_getaffinity(0))}'", *FEW]
     with home.shell(*settings) as process:
         wait_until(lambda: "is up after" in home.err, lambda: process.poll() is None, home)
         group = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
-        os.kill(max(vllm_process.members(group), key=resident), signal.SIGKILL)
+        kill_worker(group)
         assert process.wait(timeout=PATIENCE) == 2
     complaint = [line for line in home.err.splitlines() if not re.match("starting|vLLM server for", line)]
     assert "the vLLM server ended with" in told(2, home.out, "\n".join(complaint))
@@ -130,9 +163,3 @@ def test_a_server_killed_in_the_middle_and_the_whole_run(home: Home) -> None:
         name.rpartition("/")[2] for name, gate in report["gates"].items() if gate["passed"]}
     served = [row for row in report["rows"] if row["engine"] == "vllm"]
     assert len(served) == 1 and served[0]["lossless"] and served[0]["tok_s"] > 0 and served[0]["drafts"] > 0
-
-
-def resident(process: int) -> int:
-    with contextlib.suppress(FileNotFoundError):
-        return int(Path(f"/proc/{process}/statm").read_text().split()[1])
-    return 0

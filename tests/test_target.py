@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from forks import FORKS
 from safetensors.torch import load_file, save_file
 from tiny import copied
 
 from trainer.errors import UserError
 from trainer.target import Folder, Hub, Target, check_folder
-from trainer.target_made import PackagedGguf, RandomLlama
+from trainer.target_made import Kept, PackagedGguf, RandomLlama, _made_once, _require_unchanged
 
 
 @pytest.fixture
@@ -152,26 +154,26 @@ def test_a_target_that_cannot_be_fetched_is_named(monkeypatch: pytest.MonkeyPatc
 
 def test_a_missing_gguf_package_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"package no_such_package is not installed; run `make setup`"):
-        PackagedGguf("no_such_package", {"cache": str(tmp_path)}).folder()
+        PackagedGguf("no_such_package", Kept(str(tmp_path))).folder()
     with pytest.raises(UserError, match="package json holds no .gguf file"):
-        PackagedGguf("json", {"cache": str(tmp_path)}).folder()
+        PackagedGguf("json", Kept(str(tmp_path))).folder()
 
 
 def test_a_target_that_is_made_is_made_once_and_whole(tmp_path: Path,
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
-    source = RandomLlama(32, 1, 2, 1, 48, 280, False, 3, {"cache": str(tmp_path)})
+    source = RandomLlama(32, 1, 2, 1, 48, 280, False, 3, 0.2, Kept(str(tmp_path)))
     made = source.folder()
     stamps = {path: path.stat().st_mtime_ns for path in made.iterdir()}
     assert source.folder() == made and {path: path.stat().st_mtime_ns for path in made.iterdir()} == stamps
     check_folder(made)
-    again = RandomLlama(32, 1, 2, 1, 48, 280, False, 3, {"cache": str(tmp_path / "other")}).folder()
+    again = RandomLlama(32, 1, 2, 1, 48, 280, False, 3, 0.2, Kept(str(tmp_path / "other"))).folder()
     one, two = (load_file(each / "model.safetensors") for each in (made, again))
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
-    assert RandomLlama(32, 1, 2, 1, 48, 280, False, 4, {"cache": str(tmp_path)}).folder() != made
+    assert RandomLlama(32, 1, 2, 1, 48, 280, False, 4, 0.2, Kept(str(tmp_path))).folder() != made
 
 
 def test_a_target_that_was_interrupted_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = RandomLlama(32, 1, 2, 1, 48, 280, False, 3, {"cache": str(tmp_path)})
+    source = RandomLlama(32, 1, 2, 1, 48, 280, False, 3, 0.2, Kept(str(tmp_path)))
     with monkeypatch.context() as patched:
         patched.setattr("trainer.target_made.byte_tokenizer",
                         lambda size: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -181,3 +183,54 @@ def test_a_target_that_was_interrupted_is_made_anew(tmp_path: Path, monkeypatch:
     assert left.suffix == ".partial"
     check_folder(source.folder())
     assert not left.exists()
+
+
+def slowly(folder: Path) -> None:
+    with (folder.parent / "made").open("a") as file:
+        file.write("x")
+    time.sleep(0.3)
+    (folder / "config.json").write_text("{}")
+
+
+def make_slowly(cache: Path) -> None:
+    _made_once(str(cache), "slow", slowly)
+
+
+def test_two_that_need_a_target_at_once_make_it_once(tmp_path: Path) -> None:
+    both = [FORKS.Process(target=make_slowly, args=(tmp_path,)) for _ in range(2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(60)
+    assert [process.exitcode for process in both] == [0, 0]
+    assert (tmp_path / "targets/made").read_text() == "x"
+    assert {path.name for path in (tmp_path / "targets").iterdir()} == {"made", "slow"}
+    assert {path.name for path in (tmp_path / "targets/slow").iterdir()} == {"config.json", "made.json"}
+
+
+def test_a_made_target_that_changed_is_named(tmp_path: Path) -> None:
+    source = RandomLlama(32, 1, 2, 1, 48, 280, False, 3, 0.2, Kept(str(tmp_path)))
+    made = source.folder()
+    assert {path.stat().st_mode & 0o777 for path in made.iterdir()} == {made.stat().st_mode & 0o666}
+    weights = made / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
+    _require_unchanged.cache_clear()
+    with pytest.raises(UserError, match=f"{weights} is not as it was left: .*; remove {made} and run the sa"):
+        source.folder()
+    (made / "made.json").write_text("{")
+    with pytest.raises(UserError, match="made.json cannot be read"):
+        source.folder()
+    (made / "made.json").unlink()
+    assert source.folder() == made, "of an older version: nothing to compare"
+
+
+def test_a_cache_that_cannot_be(tmp_path: Path) -> None:
+    for cache, said in (("", "cache_root= is empty"), ("x" * 300, "cache_root=x+... cannot hold targets")):
+        with pytest.raises(UserError, match=said):
+            RandomLlama(32, 1, 2, 1, 48, 280, False, 3, 0.2, Kept(cache)).folder()
+    source = RandomLlama(32, 1, 2, 1, 48, 280, False, 3, 0.2, Kept(str(tmp_path)))
+    made = source.folder()
+    shutil.rmtree(made)
+    made.with_name(f"{made.name}.partial").touch()
+    with pytest.raises(UserError, match=r"\.partial is a file, expected a folder or nothing; remove it"):
+        source.folder()

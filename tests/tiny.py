@@ -19,9 +19,9 @@ from torch import Tensor
 from trainer.architectures import losses
 from trainer.architectures.base import Drafter
 from trainer.architectures.dflash import DFlash
-from trainer.engines.transformers import TransformersEngine
+from trainer.engines.transformers import TransformersEngine, TransformersRuntime
 from trainer.hidden_states.base import Manifest
-from trainer.hidden_states.offline import Offline
+from trainer.hidden_states.offline import Offline, OfflineRuntime
 from trainer.hidden_states.writer import ShardWriter
 from trainer.records import HiddenStates, Sample
 from trainer.target import Folder, Target
@@ -30,7 +30,7 @@ from trainer.training.build import build_drafter
 
 def engine(dtype: str = "float32", batch: int = 4, prefill_tokens: int = 0, max_length: int = 512,
            kind: type[TransformersEngine] = TransformersEngine) -> TransformersEngine:
-    return kind(dtype, batch, prefill_tokens, max_length, False, {"device": "cpu"})
+    return kind(dtype, batch, prefill_tokens, max_length, False, TransformersRuntime("cpu"))
 
 
 def copied(target: Target, folder: Path, weights: Callable[[dict[str, Tensor]], Any] | None = None,
@@ -100,7 +100,7 @@ def manifest_of(target: Target, layers: Sequence[int], **changes: Any) -> Manife
                             "float32", "native", "supervised", "tests"), **changes)
 
 
-OFFLINE = partial(Offline, runtime={"verify": "first", "ahead": 1})  # as conf/hidden_states has it
+OFFLINE = partial(Offline, runtime=OfflineRuntime("first", 1))  # as conf/hidden_states has it
 
 
 def uneven(drafter: Drafter, seed: int = 0, scale: float = 0.15) -> Drafter:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +14,13 @@ import pytest
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
+from trainer.engines import vllm_process
 from trainer.engines.vllm_server import VllmServer
 
 PROJECT = Path(__file__).resolve().parent.parent
+# The engine computes in its own process, as on a GPU: nearly all of a start is importing, once a process.
+FEW_PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+FEW = [f"+engine.environment.{name}={value}" for name, value in FEW_PROCESSES.items()]
 
 
 def vllm_python() -> str:
@@ -38,6 +44,7 @@ def small_server(**changes: Any) -> VllmServer:
         "max_model_len": 256,
         "max_num_seqs": 4,
         "runtime__kv_cache_gib": 1,
+        "environment": FEW_PROCESSES,
         "runtime__threads": core,
     }
     for name, value in (small | changes).items():
@@ -50,3 +57,19 @@ def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds} s in vain until {what}"
         time.sleep(0.1)
+
+
+def kill_worker(group: int) -> None:
+    """The process with the weights, as by full memory."""
+    os.kill(max(vllm_process.members(group), key=resident), signal.SIGKILL)
+
+
+def resident(process: int) -> int:
+    with contextlib.suppress(FileNotFoundError):
+        return int(Path(f"/proc/{process}/statm").read_text().split()[1])
+    return 0
+
+
+def address(url: str) -> tuple[str, int]:
+    host, _, port = url.removeprefix("http://").partition(":")
+    return host, int(port)

@@ -113,7 +113,8 @@ def main() -> int:
     parser.add_argument("folder", type=Path, help="a folder with manifest.json, index.bin and shards")
     parser.add_argument("--verify", action="store_true", help="read everything and check it")
     options = parser.parse_args()
-    console = Console(width=None if sys.stdout.isatty() else 110, soft_wrap=not sys.stdout.isatty())
+    console = Console(width=None if sys.stdout.isatty() else 110, soft_wrap=not sys.stdout.isatty(),
+                      markup=False)
     try:
         reader = ShardReader(options.folder)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Paths: where the configuration lies, what it offers, who set a key, and how results come into place.
+"""Paths: where the configuration lies, what it offers, and who set a key.
 
 Two layouts are known: the checkout (`conf/` and `recipes/` beside the package) and the installed wheel
 (`trainer/conf/` and `trainer/conf/recipe/`). The first comment line of a YAML file is its description.
@@ -6,11 +6,7 @@ Two layouts are known: the checkout (`conf/` and `recipes/` beside the package) 
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-import fcntl
-import json
-import os
 import re
 import textwrap
 from collections.abc import Collection, Iterator
@@ -108,18 +104,17 @@ class Source:
 
 @dataclass(frozen=True)
 class Sources:
-    """Who set what: the files in the order of their merging, and the keys given on the command line."""
+    """Who set what: the files in the order of their merging, and the keys given on the command line (not the
+    groups chosen there, whose keys come from files)."""
 
     files: tuple[Source, ...] = ()
     given: tuple[str, ...] = ()
 
     def origin(self, key: str) -> str:
         """Who set the key last; for a key that nobody set, who set the node that should have it."""
-        if any(key == given or key.startswith(f"{given}.") for given in self.given):
+        if any(f"{key}.".startswith(f"{given}.") or given.startswith(f"{key}.") for given in self.given):
             return COMMAND_LINE
         file = self._file(key)
-        if file is None and any(given.startswith(f"{key}.") for given in self.given):
-            return COMMAND_LINE
         parent = key.rpartition(".")[0]
         if file is None and parent:
             node = f"{parent}._target_"
@@ -148,8 +143,10 @@ def at(tree: Any, key: str) -> Any:
 
 
 def holder(raw: Any, key: str) -> str:
-    """The key that holds the value of `key`: itself, or where its `${...}` leads as far as that exists."""
-    seen = [key]
+    """The key that holds the value of `key`: itself, or where its `${...}`, or that of what it lies in, leads
+    as far as that exists."""
+    parent, _, name = key.rpartition(".")
+    seen = [key := f"{holder(raw, parent)}.{name}" if parent else key]
     while (link := re.fullmatch(r"\$\{([\w.]+)\}", str(at(raw, key)))) and at(raw, link[1]) is not NOTHING:
         key = link[1]
         if key in seen:
@@ -167,11 +164,11 @@ def unknown(key: str, siblings: Collection[str], tree: dict[str, Any], rest: str
     if not found:  # the right name in the wrong place, or nearly so
         leaves = {path: path.rpartition(".")[2] for path in paths(tree) if path != key}
         names = leaves.values()
-        alike = [name] if name in names else difflib.get_close_matches(name, names, 1, 0.75)
+        alike = [name] if name in names else difflib.get_close_matches(name, names, 1, 0.8)
         found = [path for path, leaf in leaves.items() if leaf in alike][:2]
     if found:
         return f"unknown key; nearest: {' or '.join(found)}"
-    return f"unknown key; {parent or 'the configuration'} takes {', '.join(sorted(siblings)) or 'none'}"
+    return f"unknown key; {parent or 'the configuration'} takes {', '.join(sorted(set(siblings))) or 'none'}"
 
 
 def paths(tree: Any, start: str = "") -> Iterator[str]:
@@ -185,86 +182,6 @@ def nearest(name: str, names: Collection[str]) -> str:
     """The end of a message: the likeliest of `names`, or nothing."""
     near = difflib.get_close_matches(name, names, 1, 0.6)
     return f"; nearest: {near[0]}" if near else ""
-
-
-@contextlib.contextmanager
-def locked(folder: Path, who: str) -> Iterator[None]:
-    """Keeps out other processes that ask for the same folder; a process that dies gives its lock up."""
-    path = folder.with_name(f"{folder.name}.lock")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle = _open_lock(path)
-    except BlockingIOError:
-        process = path.read_text().strip() if path.exists() else ""
-        raise UserError(f"{who} is being written by process {process or 'unknown'} ({folder}.partial); wait "
-                        f"until it is done or stop it, then run the same command") from None
-    except OSError as error:
-        raise UserError(f"{path.parent} cannot be written or locked ({error.strerror}); set run_root= to a "
-                        f"folder that can") from error
-    try:
-        os.ftruncate(handle, 0)
-        os.write(handle, f"{os.getpid()}\n".encode())
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(handle)
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Writes the whole file or nothing: beside its place, to the disk, then into its place."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with beside.open("w", encoding="utf-8") as file:
-            json.dump(content, file, indent=2, default=_plain)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
-    sync(path.parent)
-
-
-def flush(folder: Path) -> None:
-    """Brings every file below to the disk, so that a rename of the folder cannot outlive what is in it."""
-    for directory, _, files in os.walk(folder):
-        for name in files:
-            sync(Path(directory, name))
-        sync(Path(directory))
-
-
-def sync(path: Path) -> None:
-    """Brings one file or folder to the disk; links and sockets have nothing to bring."""
-    if path.is_symlink() or not (path.is_file() or path.is_dir()):
-        return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _open_lock(path: Path) -> int:
-    """The locked file; one that its last holder unlinked in the meantime is not the lock any more."""
-    while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
-                return handle
-        except OSError:
-            os.close(handle)
-            raise
-        os.close(handle)
-
-
-def _plain(value: Any) -> Any:
-    """For numbers of numpy and torch, and for paths, among JSON."""
-    if hasattr(value, "item"):
-        return value.item()
-    if isinstance(value, Path):
-        return str(value)
-    raise TypeError(f"{type(value).__name__} is nothing that JSON can hold")
 
 
 def _entry(name: str, text: str) -> list[str]:

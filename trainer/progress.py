@@ -2,31 +2,88 @@
 
 The rate is that of the last minute, so that a slow start (a server loading, a first compile) does not spoil
 the estimate. What was done before a resumed stage started counts as done, not as speed. Everything goes to
-standard output; errors alone go to standard error.
+standard output; errors alone go to standard error. Neither has to be there until the end, see `Output`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
+
+from trainer.errors import UserError
 
 WINDOW_SECONDS = 60.0
+
+
+class Output:
+    """Standard output or error that may go away or fill up: whoever reads it has seen enough, as `head` does,
+    or its disk is full. What is printed from then on is lost. A run `goes_on` without it, as its result lies
+    in files; for a command whose result is what it prints, a full disk is an error."""
+
+    def __init__(self, stream: TextIO, goes_on: bool) -> None:
+        self._stream, self._goes_on = stream, goes_on
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._lasting():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._lasting():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _lasting(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+            if self._goes_on:
+                print(f"note: the output cannot be written any more ({error.strerror}); the run goes on "
+                      f"without it", file=sys.stderr, flush=True)
+            elif not isinstance(error, BrokenPipeError):
+                raise UserError(f"the output cannot be written ({error.strerror}); give it another "
+                                f"place") from error
+
+
+@contextlib.contextmanager
+def lasting_output(goes_on: bool) -> Iterator[None]:
+    """Puts `Output` in the place of both streams; one that was closed from the start leads nowhere."""
+    with contextlib.ExitStack() as stack:
+        out, err = (stack.enter_context(open(os.devnull, "w")) if stream is None else stream
+                    for stream in (sys.stdout, sys.stderr))
+        stack.enter_context(contextlib.redirect_stderr(Output(err, goes_on=True)))
+        stack.enter_context(contextlib.redirect_stdout(Output(out, goes_on)))
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
 
 
 class Progress:
     """`with Progress("responses", total=N, unit="tokens", start=done) as bar: bar.advance(n, loss=2.1)`.
 
     `advance` may be called from several threads. A total of 0 prints nothing. On a terminal the bar is drawn
-    in place; elsewhere a line appears every `interval` seconds, and a last one at the end.
+    in place; elsewhere a line appears every `interval` seconds, and a last one at the end. With `warm_up` the
+    first `advance` counts as done, not as speed: it took what no later one takes.
     """
 
     def __init__(self, name: str, total: int, unit: str = "steps", start: int = 0,
-                 interval: float = 10.0) -> None:
+                 interval: float = 10.0, warm_up: bool = False) -> None:
         self.name, self.total, self.unit, self.interval = name, total, unit, interval
+        self.warm_up = warm_up
         self.done = start
         self.numbers: dict[str, Any] = {}
         self._lock = threading.Lock()
@@ -35,8 +92,7 @@ class Progress:
 
     def __enter__(self) -> Progress:
         self._started = self._printed = time.monotonic()
-        self._first = self.done
-        self._samples: deque[tuple[float, int]] = deque([(self._started, self.done)])
+        self._count_from(self._started)
         if self.total and sys.stdout.isatty():
             self._open_bar()
         return self
@@ -55,6 +111,9 @@ class Progress:
             now = time.monotonic()
             self.done += amount
             self.numbers.update(numbers)
+            if self.warm_up:
+                self.warm_up = False
+                self._count_from(now)
             self._remember(now)
             if not self.total:
                 return
@@ -83,8 +142,14 @@ class Progress:
         return "  ".join(parts + [f"{name} {compact(value)}" for name, value in self.numbers.items()])
 
     def _overall(self) -> float:
-        seconds = self._samples[-1][0] - self._started
-        return (self.done - self._first) / seconds if seconds > 0 else 0.0
+        then, before = self._first
+        seconds = self._samples[-1][0] - then
+        return (self.done - before) / seconds if seconds > 0 else 0.0
+
+    def _count_from(self, now: float) -> None:
+        """What is done by now is no speed."""
+        self._first = now, self.done
+        self._samples: deque[tuple[float, int]] = deque([self._first])
 
     def _remember(self, now: float) -> None:
         """Keeps about one sample a second of the last minute, the newest always."""

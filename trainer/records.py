@@ -7,9 +7,11 @@ reads. """
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from torch import Tensor
+
+from trainer.ranges import Above, AtMost, Count, Device, NotNegative, Seed
 
 
 @dataclass(frozen=True)
@@ -28,10 +30,10 @@ class Prompt:
 class Sampling:
     """How the target answers. `temperature` 0 is greedy; a request's seed comes from `seed` and its id."""
 
-    max_new_tokens: int
-    temperature: float
-    top_p: float
-    seed: int
+    max_new_tokens: Count
+    temperature: NotNegative
+    top_p: Annotated[float, Above(0), AtMost(1)]
+    seed: Seed
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class Hardware:
     """Where training and in-process engines run: a PyTorch device, the autocast dtype, the attention
     kernel, and whether training is compiled."""
 
-    device: str
+    device: Device
     precision: Literal["bfloat16", "float32"]
     attention: str
     compile: bool

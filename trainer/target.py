@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError
+from trainer.ranges import Amount, Layers, SequenceLength
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 IDENTITY_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer.model",
@@ -65,10 +66,10 @@ class Target:
 
     name: str
     source: TargetSource
-    mask_token: str | int
-    tap_layers: tuple[int, ...] | list[int]
+    mask_token: str | Amount
+    tap_layers: Layers
     template: dict[str, Any]
-    max_length: int
+    max_length: SequenceLength
     trust_remote_code: bool
 
     @cached_property

@@ -1,25 +1,38 @@
 """Targets that are made on the spot and kept in the cache: a packaged GGUF turned into safetensors, and a
 random one.
 
-Both are written into a `.partial` folder, checked, and renamed, so a folder in the cache is always whole.
+Both are written into a `.partial` folder, checked, and renamed, so a folder in the cache is always whole; it
+is made by one process, others wait for it. What is found there is compared with what was made.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from trainer import _folders
 from trainer.errors import UserError
+from trainer.ranges import Above, AtLeast, Count, Seed, Text
 from trainer.target import TargetSource
 
+MADE = "made.json"  # the sums of the other files in a made folder
 CHATML = ("{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
           "{{ message['content'] }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Where what is made is kept: the folder `cache`."""
+
+    cache: Text
 
 
 @dataclass(frozen=True)
@@ -30,7 +43,7 @@ class PackagedGguf(TargetSource):
     and for the server alike, so nothing is lost between the two. """
 
     package: str
-    runtime: dict[str, Any]  # cache: folder
+    runtime: Kept
 
     def folder(self) -> Path:
         spec = importlib.util.find_spec(self.package)
@@ -42,28 +55,29 @@ class PackagedGguf(TargetSource):
             raise UserError(f"package {self.package} holds no .gguf file; install a version that ships the "
                             "model")
         name = f"{self.package}-{hashlib.sha256(files[0].read_bytes()).hexdigest()[:12]}"
-        return _made_once(Path(self.runtime["cache"]).expanduser() / "targets" / name,
-                          lambda folder: _dequantise(files[0], folder))
+        return _made_once(self.runtime.cache, name, lambda folder: _dequantise(files[0], folder))
 
 
 @dataclass(frozen=True)
 class RandomLlama(TargetSource):
-    """A random Llama with a byte-level tokenizer and a ChatML template, for tests and dry runs."""
+    """A random Llama with a byte-level tokenizer and a ChatML template, for tests and dry runs. `scale` is
+    the standard deviation of its weights: below 0.1 answers repeat themselves, from 0.2 on they are wild."""
 
-    hidden_size: int
-    layers: int
-    heads: int
-    key_value_heads: int
-    intermediate_size: int
-    vocab_size: int
+    hidden_size: Count
+    layers: Count
+    heads: Count
+    key_value_heads: Count
+    intermediate_size: Count
+    vocab_size: Annotated[int, AtLeast(264)]
     tied: bool
-    seed: int
-    runtime: dict[str, Any]
+    seed: Seed
+    scale: Annotated[float, Above(0)]
+    runtime: Kept
 
     def folder(self) -> Path:
         settings = {key: value for key, value in asdict(self).items() if key != "runtime"}
         name = "random-" + hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
-        return _made_once(Path(self.runtime["cache"]).expanduser() / "targets" / name, self._make)
+        return _made_once(self.runtime.cache, name, self._make)
 
     def _make(self, folder: Path) -> None:
         import torch
@@ -74,7 +88,7 @@ class RandomLlama(TargetSource):
                              vocab_size=self.vocab_size, num_attention_heads=self.heads,
                              num_key_value_heads=self.key_value_heads,
                              intermediate_size=self.intermediate_size, tie_word_embeddings=self.tied,
-                             max_position_embeddings=2048, initializer_range=0.2,
+                             max_position_embeddings=2048, initializer_range=self.scale,
                              bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)
         with torch.random.fork_rng():
             torch.manual_seed(self.seed)
@@ -102,19 +116,43 @@ def byte_tokenizer(vocab_size: int) -> Any:
     return fast
 
 
-def _made_once(folder: Path, make: Any) -> Path:
+def _made_once(cache: str, name: str, make: Callable[[Path], None]) -> Path:
+    """The folder `name` of the targets in the cache, made by `make` where it is not there yet."""
+    folder = _folders.usable("cache_root", cache, "targets") / "targets" / name
+    if not folder.exists():
+        with _folders.locked(folder, f"target {name}", "cache_root", wait=True):
+            if not folder.exists():  # nobody made it while this process waited
+                _make_whole(folder, make)
+    _require_unchanged(folder)
+    return folder
+
+
+def _make_whole(folder: Path, make: Callable[[Path], None]) -> None:
     from transformers.utils import logging
 
-    if folder.is_dir():
-        return folder
     print(f"making the target {folder.name}; this happens once, it is kept in {folder.parent}", flush=True)
     logging.disable_progress_bar()
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    make(partial)
+    _folders.require_folder(partial)
+    with _folders.full_disk(f"target {folder.name}", partial, "cache_root"):
+        make(partial)
+        _folders.settle(partial)
+        _folders.write_sealed(partial / MADE, {"files": _folders.sums(partial)})
     partial.rename(folder)
-    return folder
+    _folders.sync(folder.parent)
+
+
+@functools.cache  # every stage asks
+def _require_unchanged(folder: Path) -> None:
+    """Raises for files that are not as they were made; folders of older versions have no sums to compare."""
+    try:
+        made = _folders.read_sealed(folder / MADE)["files"] if (folder / MADE).exists() else {}
+        found = _folders.change(folder, made)
+    except (OSError, ValueError, KeyError) as error:
+        found = f"{folder / MADE} cannot be read ({error})"
+    if found:
+        raise UserError(f"{found}; remove {folder} and run the same command again, which makes it anew")
 
 
 def _dequantise(gguf: Path, folder: Path) -> None:

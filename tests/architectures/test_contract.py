@@ -15,21 +15,27 @@ from tiny import small
 
 from trainer.architectures.base import Drafter
 from trainer.data.packing import collate
-from trainer.engines.transformers import TransformersEngine
+from trainer.engines.transformers import TransformersEngine, TransformersRuntime
 from trainer.export.formats import FORMATS, Serving
 from trainer.records import Batch, Sample
 from trainer.target import Target
 from trainer.target_head import load_target_head
 
 DRAFTERS = sorted(path.stem for path in (Path(__file__).parents[2] / "conf/drafter").glob("*.yaml"))
+SMALL = {"layers": 2, "block_size": 5, "steps": 4, "draft_vocab_size": 300, "loss_chunk": 64}
+
+
+def settings_of(name: str, **settings: Any) -> dict[str, Any]:
+    node = yaml.safe_load((Path(__file__).parents[2] / f"conf/drafter/{name}.yaml").read_text())
+    assert node["_partial_"], "a drafter's node waits for its context"
+    node |= {key: value for key, value in {**SMALL, **settings}.items() if key in node}
+    return {key: value for key, value in node.items() if key[0] != "_"}
 
 
 def make(name: str, target: Target, **settings: Any) -> Drafter:
     """Small, with the settings that it has of those given."""
-    node = yaml.safe_load((Path(__file__).parents[2] / f"conf/drafter/{name}.yaml").read_text())
-    assert node["_partial_"], "a drafter's node waits for its context"
-    settings = {"draft_vocab_size": 300, "loss_chunk": 64, **settings}
-    return small(target, name, **{key: value for key, value in settings.items() if key in node})
+    return small(target, name, **{key: value for key, value in settings_of(name, **settings).items()
+                                  if key in settings or key in SMALL})
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +45,7 @@ def batch(tiny_target: Target) -> Batch:
     for number, length in enumerate((40, 57, 23)):
         tokens = torch.randint(0, 256, (length,), generator=generator).tolist()
         samples.append(Sample(f"s{number}", tuple(tokens), tuple(index >= 8 for index in range(length))))
-    engine = TransformersEngine("float32", 4, 0, 512, False, {"device": "cpu"})
+    engine = TransformersEngine("float32", 4, 0, 512, False, TransformersRuntime("cpu"))
     with engine.load(tiny_target.folder, tiny_target.end_ids):
         states = list(engine.hidden_states([sample.tokens for sample in samples], [1, 2]))
     return collate(samples, states, seed=11, device="cpu")
@@ -51,6 +57,13 @@ def test_the_same_seed_gives_the_same_sums(name: str, tiny_target: Target, batch
     assert torch.equal(one.loss_sum, two.loss_sum) and torch.equal(one.count, two.count)
     other = make(name, tiny_target).loss(replace(batch, seed=12))
     assert not torch.equal(one.loss_sum, other.loss_sum)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_its_settings_alone_tell_the_longest_draft(name: str, tiny_target: Target) -> None:
+    drafter, settings = make(name, tiny_target), settings_of(name)
+    assert type(drafter).longest_draft(**settings) == drafter.max_k >= 1
+    assert type(drafter).check(**settings) == {}
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

@@ -267,12 +267,18 @@ def test_the_draft_vocabulary_comes_from_supervised_tokens(target: Target) -> No
 
 @pytest.mark.parametrize(("settings", "said"), [
     ({"draft_vocab_size": 1}, "draft_vocab_size=1 must lie between"),
-    ({"start_layers": [0]}, r"start_layers \[0\] must name one target layer for each of the 2"),
     ({"start_layers": [0, 3]}, "start_layers names layer 3, but tiny has 3 layers"),
     ({"attention": "none"}, "attention=none is not known")])
 def test_settings_that_do_not_fit_are_said(target: Target, settings: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         dflash(target, **settings)
+
+
+def test_settings_that_do_not_fit_each_other_are_said_before_it_is_built() -> None:
+    for start, layers in (([], 2), ([0, -1], 2)):
+        assert DFlash.check(start_layers=start, layers=layers, block_size=4) == {}
+    assert DFlash.check(start_layers=[0], layers=2, block_size=4) == {
+        "start_layers": "must name one target layer for each of the 2 draft layers, or none, but is [0]"}
 
 
 def test_a_vocabulary_as_large_as_the_target_s_is_the_target_s(target: Target) -> None:

@@ -14,7 +14,6 @@ from tiny import copied, objective, random_samples, small, states_of, uneven, un
 
 from trainer.architectures.eagle3 import Eagle3
 from trainer.data.packing import collate
-from trainer.errors import UserError
 from trainer.records import Batch
 from trainer.target import Target
 from trainer.target_head import load_target_head
@@ -136,6 +135,6 @@ def test_an_anchor_has_a_token_before_it(target: Target, batch: Batch) -> None:
     assert sorted(set(range(56)) - set(anchors[valid].tolist())) == [0, 23, 24, 36, 37, 55]
 
 
-def test_settings_that_exclude_each_other_are_said(target: Target) -> None:
-    with pytest.raises(UserError, match=r"drafter.norm_before_fc and drafter.fc_norm both norm"):
-        make(target, norm_before_fc=True, fc_norm=True)
+def test_settings_that_exclude_each_other_are_said() -> None:
+    assert Eagle3.check(norm_before_fc=True, fc_norm=False) == {}
+    assert list(Eagle3.check(norm_before_fc=True, fc_norm=True)) == ["fc_norm"]

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.text import Text
 
 from trainer.data.chat import Chat, Message, coloured
 from trainer.errors import UserError
@@ -147,7 +146,7 @@ def test_a_template_that_cannot_be_used_is_said_in_one_sentence(template: str | 
 def test_a_row_is_shown_as_it_is_with_the_supervised_part_green() -> None:
     chat = make(CHATML)
     [(ids, mask)] = chat.supervised(talk("a [red]list[/red]?", "[1, 2] \\[x]"))
-    shown = Text.from_markup(coloured(chat.tokenizer, ids, mask))
+    shown = coloured(chat.tokenizer, ids, mask)
     assert shown.plain == chat.tokenizer.decode(ids)
     assert [shown.plain[span.start:span.end] for span in shown.spans if "green" in str(span.style)] == \
         ["[1, 2] \\[x]<|im_end|>"]

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.packing import collate, plan_epoch, seed_of
+from trainer.data.packing import collate, plan_epoch, require_fit, seed_of
 from trainer.errors import UserError
 from trainer.records import HiddenStates, Sample
 
@@ -40,8 +40,10 @@ def test_the_order_follows_seed_and_epoch() -> None:
 
 
 def test_a_sample_longer_than_a_row_is_refused() -> None:
-    with pytest.raises(UserError, match="a sample has 41 tokens but train.tokens is 40"):
-        plan_epoch([3, 41], 40, 0, 0)
+    samples = [Sample(f"s{length}", (1,) * length, (True,) * length) for length in (3, 41, 40)]
+    with pytest.raises(UserError, match="sample s41 has 41 tokens but train.tokens=40.* train.tokens=41 or"):
+        require_fit(samples, 40)
+    require_fit(samples, 41)
 
 
 def test_seeds_are_the_same_everywhere_and_all_different() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from trainer.data.prompts import Builtin, Datasets, Jsonl, Prompts, read_prompts
+from trainer.data.prompts import Builtin, Datasets, Jsonl, Prompts, read_prompts, split
 from trainer.errors import UserError
 from trainer.records import Prompt
 
@@ -73,6 +76,27 @@ def test_any_text_comes_back_as_it_was(tmp_path: Path) -> None:
     ('{"turns": ["a"], "answers": "b"}', 'line 2: "answers" must be a list of texts'),
     ('{"turns": ["a"], "answers": [null]}', 'line 2: "answers" must be a list of texts'),
     ('{"turns": ["a"], "system": 3}', 'line 2: "system" must be a text'),
+    ('{"turns": ["a"], "category": 3}', 'line 2: "category" must be a text, found 3'),
+    ('{"turns": ["a"], "language": ["en"]}', r'line 2: "language" must be a text, found \[\'en\'\]'),
+    ('{"turns": ["a"], "id": 1.5}', 'line 2: "id" must be a text or a whole number, found 1.5'),
+    ('{"turns": ["a"], "id": true}', 'line 2: "id" must be a text or a whole number'),
+    ('{"turns": ["a"], "answers": ["b", "c"]}', 'at most one for each of the 1 turns'),
+    ('{"turns": ["a"], "messages": [{"role": "user", "content": "a"}]}',
+     'line 2: "turns" stands beside "messages"'),
+    ('{"messages": [{"role": "user", "content": "a"}], "system": "b"}',
+     'line 2: "system" stands beside "messages"'),
+    ('{"messages": [{"role": "user", "content": "a"}], "answers": []}',
+     'line 2: "answers" stands beside "messages"'),
+    ('{"turns": null}', 'line 2: "turns" must be a list of texts'),
+    pytest.param('{"turns": ["a"], "category": ' + "[" * 300 + "]" * 300 + "}",
+                 'line 2: "category" must be a text', id="deep"),
+    pytest.param('{"turns": ' + "[" * 100_000 + "]" * 100_000 + "}", "line 2: holds lists nested too deeply",
+                 id="too deep"),
+    pytest.param('{"turns": ["a"], "id": ' + "9" * 5000 + "}", "line 2: holds a number too long to be read",
+                 id="too long"),
+    *((json.dumps({"turns": ["a"]} | {name: value}), r"line 2: holds '\\ud83d', half of a surrogate pair")
+      for name, value in (("turns", ["a", "b \ud83d c"]), ("system", "\ud83d"), ("answers", ["\ud83d"]),
+                          ("id", "\ud83d"), ("category", "\ud83d"), ("language", "\ud83d"))),
     ('{"messages": "a"}', 'line 2: "messages" must be a list of objects'),
     ('{"messages": [{"role": "user", "content": ["a"]}]}', 'line 2: "messages" must be a list of objects'),
     ('{"messages": [{"content": "a"}]}', 'line 2: "messages" must be a list of objects with "role"'),
@@ -105,8 +129,16 @@ def test_a_missing_file_is_named_before_anything_starts(tmp_path: Path) -> None:
 
 
 def test_an_id_occurs_once(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="'twice' occurs twice"):
-        run(write(tmp_path, {"turns": ["a"], "id": "twice"}, {"turns": ["b"], "id": "twice"}), tmp_path)
+    with pytest.raises(UserError, match=r"line 3: the id 'twice' is that of .*prompts\.jsonl, line 1 "):
+        run(write(tmp_path, {"turns": ["a"], "id": "twice"}, "", {"turns": ["b"], "id": "twice"}), tmp_path)
+    with pytest.raises(UserError, match=r"line 2: the id 'row-2' is that of .*prompts\.jsonl, line 1 "):
+        run(write(tmp_path, {"turns": ["a"], "id": "row-2"}, {"turns": ["b"]}), tmp_path)
+
+
+def test_null_means_absent_and_ids_may_be_numbers(tmp_path: Path) -> None:
+    row = dict.fromkeys(("messages", "system", "answers", "category", "language", "split")) | {"turns": ["a"]}
+    rows = run(write(tmp_path, row | {"id": None}, row | {"id": 7}), tmp_path)
+    assert [prompt for prompt, _ in rows] == [Prompt("row-1", ("a",)), Prompt("7", ("a",))]
 
 
 def test_the_fingerprint_follows_the_bytes(tmp_path: Path) -> None:
@@ -141,11 +173,54 @@ def test_the_limit_takes_the_first_training_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("limit", "heldout", "said"), [
-    (None, 2, "prompts.heldout=2 leaves nothing"), (None, 5, "prompts.heldout=5"), (0, 1, "prompts.limit=0")])
+    (None, 2, "prompts.heldout=2 leaves nothing.* 2 different prompts; hold out fewer, .*prompts.heldout=1"),
+    (None, 5, "prompts.heldout=5"), (0, 1, "prompts.limit=0")])
 def test_something_must_be_left_to_train_on(tmp_path: Path, limit: int | None, heldout: int,
                                             said: str) -> None:
     with pytest.raises(UserError, match=said):
         run(write(tmp_path, {"turns": ["a"]}, {"turns": ["b"]}), tmp_path, limit=limit, heldout=heldout)
+
+
+@pytest.mark.parametrize(("rows", "said"), [
+    ([{"turns": ["a"]}], r"1 different prompt; give more of them \(prompts=jsonl prompts.source.path=FILE"),
+    ([{"turns": ["a"]}, {"turns": ["a"]}], "1 different prompt; give more of them .* or hold out none"),
+    ([{"turns": ["a"], "split": "heldout"}, {"turns": ["b"], "split": "heldout"}],
+     'all 2 prompts of the source are marked "split": "heldout"')])
+def test_why_nothing_is_left_is_told(tmp_path: Path, rows: list[Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        run(write(tmp_path, *rows), tmp_path, heldout=1)
+
+
+texts = st.lists(st.tuples(st.sampled_from("abcdef"), st.sampled_from([None, "train", "heldout"])),
+                 min_size=1, max_size=12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(texts, st.integers(0, 6))
+def test_a_text_that_is_held_out_is_never_trained_on(marked: list[tuple[str, str | None]],
+                                                     heldout: int) -> None:
+    rows = [(Prompt(f"p{number}", (text,)), name) for number, (text, name) in enumerate(marked)]
+    train, held = split(rows, heldout)
+    asked = [prompt.turns for prompt in held]
+    assert len(set(asked)) == len(asked) <= heldout
+    assert not set(asked) & {prompt.turns for prompt in train}
+    assert len(asked) == min(heldout, len({prompt.turns for prompt, _ in rows}))
+    assert [prompt for prompt, name in rows if name != "heldout" and prompt.turns not in asked] == train, \
+        "nothing else is lost"
+
+
+def test_repeated_texts_are_counted_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Equal turns under another system text are another prompt."""
+    rows = [{"id": name, "turns": [text], "system": system, "split": part} for name, text, system, part in (
+        ("a", "one", None, "train"), ("b", "one", None, "heldout"), ("c", "two", None, "train"),
+        ("d", "two", None, "train"), ("e", "one", "Be brief.", "train"), ("f", "one", "", "heldout"))]
+    out = tmp_path / "out"
+    out.mkdir()
+    record = Prompts(write(tmp_path, *rows), None, 1).run({}, out)
+    kept = read_prompts(out)
+    assert (names(kept, "train"), names(kept, "heldout")) == (["c", "d", "e"], ["b"])
+    assert (record["repeated"], record["left_out"], record["left_out_ids"]) == (3, 2, ["a", "f"])
+    assert "3 rows repeat the text of an earlier one (a = b = f; c = d)" in capsys.readouterr().out
 
 
 TABLE = [{"question": "one?", "turns": ["a", "b"], "talk": [{"role": "user", "content": "x"},
@@ -193,3 +268,13 @@ def test_the_built_in_prompts_have_a_split_of_their_own(tmp_path: Path) -> None:
     rows = Builtin().rows()
     train, heldout = ({prompt.id for prompt, name in rows if name == part} for part in ("train", "heldout"))
     assert len(heldout) >= 64 and len(train) >= 400 and len(train | heldout) == len(rows)
+
+
+def test_the_built_in_prompts_come_through_as_they_are(tmp_path: Path,
+                                                       capsys: pytest.CaptureFixture[str]) -> None:
+    """A change here makes every recipe's answers anew."""
+    record = Prompts(Builtin(), None, 64).run({}, tmp_path)
+    assert (record["train"], record["heldout"], record["repeated"], record["left_out"]) == (1338, 64, 0, 0)
+    assert capsys.readouterr().out == ""
+    digest = hashlib.sha256((tmp_path / "prompts.jsonl").read_bytes()).hexdigest()
+    assert digest == "c3ca5e42f867f82747d13b5bb61e6d44c0654739846589f32f8902b60e3b20d7"

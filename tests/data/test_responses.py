@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +44,11 @@ def talkative(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> 
                   generation_config={"eos_token_id": ends})
 
 
-def prompts(folder: Path, rows: list[dict[str, Any]]) -> dict[str, Path]:
+def prompts(folder: Path, rows: list[dict[str, Any]], heldout: int = 0) -> dict[str, Path]:
     source, out = folder / "source.jsonl", folder / "prompts"
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     out.mkdir(parents=True)
-    Prompts(Jsonl(str(source)), None, 0).run({}, out)
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Prompts(Jsonl(str(source)), None, heldout).run({}, out)
     return {"prompts": out}
 
 
@@ -160,7 +161,8 @@ def test_given_answers_are_kept_with_a_mask_from_the_template(tiny_target: Targe
     assert tiny_target.tokenizer.decode(green) == "first<|im_end|>second<|im_end|>"
     assert (given.id, empty.id, empty.supervised) == ("a[/x]#0", "c#0", 1)
     assert record["dropped_ids"] == ["b"] and record["empty_ids"] == ["c#0"] and record["rows"] == 2
-    with pytest.raises(UserError, match="all 3 conversations are longer than responses.max_length=5"):
+    with pytest.raises(UserError, match="all 3 conversations are longer than responses.max_length=5; raise "
+                                        "target.max_length"):
         AsGiven(tiny_target, 5).run(inputs, out)
 
 
@@ -170,7 +172,38 @@ def test_every_turn_needs_a_given_answer(tiny_target: Target, tmp_path: Path) ->
         AsGiven(tiny_target, 90).run(inputs, tmp_path)
 
 
-def test_rows_without_any_supervised_token_are_refused(talkative: Target, tmp_path: Path) -> None:
-    inputs = prompts(tmp_path, [{"id": "c", "turns": ["y"], "answers": [""]}])
-    with pytest.raises(UserError, match="is supervised: no answer was found"):
-        AsGiven(talkative, 90).run(inputs, tmp_path)
+def test_given_answers_that_are_all_empty_are_refused(tiny_target: Target, tmp_path: Path) -> None:
+    inputs = prompts(tmp_path, [{"id": "a", "turns": ["y"], "answers": [""]}, {"id": "b", "turns": ["z"]},
+                                {"id": "c", "turns": ["x"], "answers": [" "]}])
+    with pytest.raises(UserError, match="the 3 prompts bring no answer that is not empty; responses="):
+        AsGiven(tiny_target, 90).run(inputs, tmp_path)
+
+
+def test_some_training_prompt_must_be_left(tiny_target: Target, tmp_path: Path) -> None:
+    inputs = prompts(tmp_path, [{"turns": ["y" * 90], "answers": ["z"]},
+                                {"turns": ["y"], "answers": ["z"], "split": "heldout"}], heldout=1)
+    with pytest.raises(UserError, match="no training prompt is left: 1 prompts are too long, and the rest"):
+        AsGiven(tiny_target, 90).run(inputs, tmp_path)
+
+
+def test_a_target_that_gives_nothing_to_learn_from_is_refused(tiny_target: Target, tmp_path: Path) -> None:
+    """Every answer is one end token."""
+    silent = replace(tiny_target)
+    silent.__dict__["end_ids"] = tuple(range(320))
+    with pytest.raises(UserError, match="in 10 rows 10 are supervised, and none of them is more than"):
+        ask(silent, prompts(tmp_path, TALKS), tmp_path / "out")
+
+
+def test_only_what_happened_is_remarked(tiny_target: Target, talkative: Target, tmp_path: Path,
+                                        capsys: pytest.CaptureFixture[str]) -> None:
+    """A text that looks like markup is shown as it is."""
+    inputs = prompts(tmp_path, [{"id": "[/b]:warning:", "turns": ["[/x] [red]:smile:"], "answers": ["[/y]"]}])
+    out = tmp_path / "out"
+    out.mkdir()
+    AsGiven(tiny_target, 200).run(inputs, out)
+    shown = capsys.readouterr().out
+    assert "[/b]:warning:#0, supervised tokens in green:\n" in shown and "[/x] [red]:smile:" in shown
+    assert shown.splitlines()[-1].endswith("in 1 rows")
+    record, _ = ask(talkative, prompts(tmp_path / "more", TALKS), tmp_path / "asked")
+    assert capsys.readouterr().out.splitlines()[-1].endswith(
+        f"in 10 rows; {record['cut']} reached the limit of tokens; {record['empty']} are empty")

@@ -1,12 +1,14 @@
 """A small HTTP server in the place of a vLLM server, which can be told to misbehave.
 
-What it gives as the state of token t after layer L is `value(t, L)`, so a test knows every number.
+What it gives as the state of token t after layer L is `value(t, L)`, so a test knows every number. Run as a
+script with the arguments of `vllm serve`, it is a process that can be started and killed.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import sys
 import threading
 import time
 import zlib
@@ -46,7 +48,7 @@ class Peer:
     the file so many seconds after the answer."""
 
     def __init__(self, folder: Path, layers: Sequence[int] = (1, 2, 3), max_model_len: int = 65,
-                 name: str = "target", root: str = "elsewhere") -> None:
+                 name: str = "target", root: str = "elsewhere", port: int = 0) -> None:
         self.folder, self.layers, self.name = folder, list(layers), name
         self.models: Any = {"data": [{"id": name, "max_model_len": max_model_len, "root": root}]}
         self.health, self.connector, self.late = 200, True, 0.0
@@ -57,7 +59,7 @@ class Peer:
         self.names = itertools.count()
         self.now = self.peak = 0
         self.lock = threading.Lock()
-        self.http = _Server(("127.0.0.1", 0), _handler(self))
+        self.http = _Server(("127.0.0.1", port), _handler(self))
         self.url = f"http://127.0.0.1:{self.http.server_port}"
         self.thread = threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True)
 
@@ -70,16 +72,18 @@ class Peer:
         self.http.server_close()
 
     def answer(self, body: Body) -> Body:
-        asked = self.connector and (body.get("kv_transfer_params") or {}).get("hidden_states")
+        told = body.get("kv_transfer_params") or {}
+        asked = self.connector and told.get("hidden_states")
         answer: Body = {"model": self.name, "choices": [{
             "finish_reason": "length", "prompt_token_ids": body["prompt"],
             "token_ids": [token + 1 for token in body["prompt"]][:body["max_tokens"]]}]}
         if not asked:
             return answer
-        name = f"{next(self.names):08x}{id(self):024x}.safetensors"
+        name = f"{told['reader']}{next(self.names):08x}{id(self):016x}.safetensors"
         answer["kv_transfer_params"] = {
-            "format": 1, "file": name, "rows": len(body["prompt"]), "layers": self.layers,
-            "hidden_size": HIDDEN, "dtype": "float32", "model_layers": LAYERS, "vocabulary": VOCABULARY}
+            "format": 2, "file": name, "rows": len(body["prompt"]), "layers": self.layers,
+            "hidden_size": HIDDEN, "dtype": "float32", "model_layers": LAYERS, "vocabulary": VOCABULARY,
+            "max_num_seqs": 1, "prefix_caching": False}
         if self.late:
             threading.Timer(self.late, self.write, (self.folder / name, body["prompt"])).start()
         else:
@@ -153,3 +157,12 @@ def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    told = dict(zip(sys.argv[:-1], sys.argv[1:], strict=True))
+    settings = json.loads(told["--kv-transfer-config"])["kv_connector_extra_config"]
+    Path(settings["folder"]).mkdir(exist_ok=True)
+    with Peer(Path(settings["folder"]), settings["layers"], port=int(told["--port"])) as peer:
+        peer.act = lambda number, body: time.sleep(0.05)
+        peer.thread.join()

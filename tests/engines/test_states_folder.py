@@ -11,6 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -93,12 +95,29 @@ class Usage:
         self.free = free
 
 
+@contextmanager
+def nobody_in_particular() -> Iterator[None]:
+    """Rights count for anybody but the superuser."""
+    if os.getuid() != 0:
+        yield
+        return
+    try:
+        os.setresuid(65534, -1, -1)  # that the kernel goes by for os.access
+        yield
+    finally:
+        os.setresuid(0, -1, -1)
+
+
 def test_a_shared_folder_must_be_usable(tmp_path: Path) -> None:
     assert shared_folder(str(tmp_path)) == tmp_path
     (tmp_path / "file").write_text("")
-    for given in ("file", "missing"):
+    for given in ("file", "missing", "file/below"):
         with pytest.raises(UserError, match=f"shared_folder=.*{given} is no folder that can be read"):
             shared_folder(str(tmp_path / given))
+    with tempfile.TemporaryDirectory() as readable, nobody_in_particular():
+        Path(readable).chmod(0o555)
+        with pytest.raises(UserError, match="is no folder that can be read and written here: make or mount"):
+            shared_folder(readable)
     with pytest.raises(UserError, match="nothing says where"):
         shared_folder(None)
 
@@ -118,7 +137,7 @@ class TestConnector:
 
     def test_the_server_gets_the_layers_twice_and_one_search_path(self, tmp_path: Path) -> None:
         plain = small_server(arguments=["--seed", "1"], environment={"PYTHONPATH": "/mine", "A": "b"})
-        given = with_connector(plain, tmp_path / "states", tmp_path / "connector", [2, 30])
+        given = with_connector(plain, tmp_path / "states", tmp_path / "connector", [2, 30], batch=1)
         assert given.environment == {"PYTHONPATH": f"{tmp_path}/connector:/mine", "A": "b"}
         assert given.arguments[:2] == ["--seed", "1"] and "--no-enable-prefix-caching" in given.arguments
         told = dict(zip(given.arguments[:-1], given.arguments[1:], strict=True))
@@ -127,10 +146,12 @@ class TestConnector:
         assert draft["hf_config"]["eagle_aux_hidden_state_layer_ids"] == [2, 30]
         assert transfer["kv_connector_extra_config"] == {"folder": f"{tmp_path}/states", "layers": [2, 30]}
         assert transfer["kv_connector_module_path"] == MODULE
-        assert plain.arguments == ["--seed", "1"]
+        words = given.command("python", tmp_path, 8000)
+        assert words[words.index("--max-num-seqs") + 1] == "1"
+        assert plain.arguments == ["--seed", "1"] and plain.max_num_seqs == 4
 
     def test_the_command_to_type_is_the_one_that_would_be_run(self, tmp_path: Path) -> None:
-        given = with_connector(small_server(), tmp_path / "a b", tmp_path / "c d", [2, 30])
+        given = with_connector(small_server(), tmp_path / "a b", tmp_path / "c d", [2, 30], 8)
         words = shlex.split(start_command(given, tmp_path))
         assert words[:3] == [f"PYTHONPATH={tmp_path}/c d", "vllm", "serve"]
         assert words[2:] == given.command("python", tmp_path, 8000)[3:]

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,15 +22,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from peer import CONFIG, VOCABULARY, Peer, states_of, until
-from vllm_support import small_server
+from vllm_support import kill_worker, small_server
 
-from trainer.__main__ import compose_configuration
 from trainer._paths import find
-from trainer.engines import vllm_client, vllm_pool
+from trainer.compose import compose_configuration
+from trainer.engines import vllm_client, vllm_pool, vllm_process
 from trainer.engines.vllm_engine import VllmEngine, VllmEngineRuntime
 from trainer.errors import UserError
+from trainer.hidden_states.base import Manifest
+from trainer.hidden_states.online import Online
+from trainer.hidden_states.prefetch import Prefetch
 from trainer.pipeline import build
-from trainer.records import HiddenStates, Sampling
+from trainer.records import HiddenStates, Sample, Sampling
 
 ROWS = [[number, number + 1, number + 2] for number in range(12)]
 TAPS = [1, 2]
@@ -63,9 +70,10 @@ def peer(shared: Path) -> Iterator[Peer]:
 def engine(target: Path, *peers: Peer, answers: bool = False, **changes: Any) -> VllmEngine:
     urls = [each.url for each in peers]
     runtime = {"answer_urls": urls if answers else [], "state_urls": [] if answers else urls,
-               "shared_folder": str(peers[0].folder), "in_flight": 2, "patience_s": 0.6, "file_wait_s": 0.4,
-               "logs": str(target / "logs"), **changes}
-    return VllmEngine(small_server(), "float32", 8, 64, False, VllmEngineRuntime(**runtime)).load(target, [9])
+               "shared_folder": str(peers[0].folder) if peers else None, "in_flight": 2, "patience_s": 0.6,
+               "file_wait_s": 0.4, "logs": str(target / "logs"), **changes}
+    made = VllmEngine(small_server(), "float32", 8, 1, 64, False, VllmEngineRuntime(**runtime))
+    return made.load(target, [9])
 
 
 def ask(given: VllmEngine, rows: list[list[int]] = ROWS, taps: list[int] = TAPS) -> list[HiddenStates]:
@@ -133,6 +141,23 @@ class TestInOrder:
             assert same(list(asked.hidden_states(ROWS, TAPS)), ROWS, TAPS)
             assert seen <= 6 and len(peer.seen) <= seen + 2 + len(ROWS)
 
+    def test_what_was_not_fetched_is_removed_in_the_end(self, target: Path, peer: Peer, shared: Path) -> None:
+        """Of ours: neither what was given up, nor what a killed server left half-written."""
+        (shared / f"{1:032x}.safetensors").write_text("of another reader")
+        release = threading.Event()
+        peer.act = lambda number, body: (number > 2 and release.wait(20), None)[1]
+        with engine(target, peer) as asked:
+            found = asked.hidden_states(ROWS, TAPS)
+            next(found)
+            until(lambda: peer.now == 2)
+            found.close()
+            release.set()  # the answers that nobody awaits any more
+            until(lambda: len(list(shared.glob("*.safetensors"))) == 3)
+            reader = peer.seen[0]["kv_transfer_params"]["reader"]
+            (shared / f"{reader}{1:024x}.safetensors.partial").write_text("")
+            (shared / f"{reader}{2:024x}.safetensors.failed").write_text("")
+        assert [path.name for path in shared.glob("*safetensors*")] == [f"{1:032x}.safetensors"]
+
     def test_leaving_does_not_wait_for_a_server_that_hangs(self, target: Path, peer: Peer) -> None:
         release = threading.Event()
         peer.act = lambda number, body: (number and body["prompt"] != ROWS[0] and release.wait(20), None)[1]
@@ -155,14 +180,16 @@ def put_choice(**changes: Any) -> Callable[[dict[str, Any]], None]:
 
 BAD_ANSWERS = {
     "none": (lambda answer: answer.pop("kv_transfer_params"), r"gave no hidden states .*start it with "
-             r"`PYTHONPATH=\S+/connector vllm serve .*extract_hidden_states.*--kv-transfer-config .*"
+             r"`PYTHONPATH=\S+/connector vllm serve .*--max-num-seqs 1 .*--no-enable-prefix-caching "
+             r".*extract_hidden_states.*--kv-transfer-config .*"
              r"\"layers\": \[1, 2, 3\].*` .*run the same command again"),
     "not a dict": (lambda answer: answer.update(kv_transfer_params=[1]), "gave no hidden states"),
     "error": (put(error="only 2 states are kept"), "cannot hand out hidden states: only 2 states are kept"),
     "a fact more": (put(colour="red"), "another version of the connector .*colour"),
     "a fact less": (lambda answer: answer["kv_transfer_params"].pop("rows"), "another version .*rows"),
-    "format": (put(format=2), "another version of the connector .format 2"),
+    "format": (put(format=1), "another version of the connector .format 1"),
     "a path": (put(file="../target/config.json"), r"another version .*\.\./target/config\.json"),
+    "another's file": (put(file=f"{1:032x}.safetensors"), "another version .*00001.safetensors"),
     "an absolute path": (put(file="/etc/passwd"), "another version .*'/etc/passwd'"),
     "no name": (put(file=7), "another version"),
     "rows": (put(rows=2), "has 2 rows of hidden states for 3 tokens"),
@@ -173,6 +200,9 @@ BAD_ANSWERS = {
     "depth": (put(model_layers=2), "model_layers 2 where 3 was expected"),
     "vocabulary": (put(vocabulary=51), "vocabulary 51 where 50 was expected"),
     "dtype": (put(dtype="bfloat16"), "dtype bfloat16 where float32 was expected"),
+    "rows together": (put(max_num_seqs=32), "as target_engine has it .max_num_seqs 32 where 1 was expected.*"
+                      ": start it with"),
+    "prefix caching": (put(prefix_caching=True), "prefix_caching True where False was expected.: start it"),
     "other ids": (put_choice(prompt_token_ids=[5, 5, 5]), "did not give back the token ids of request"),
     "no ids": (put_choice(token_ids=None), "did not give back the token ids"),
     "other model": (lambda answer: answer.update(model="another"), "choices of model another where one"),
@@ -331,6 +361,53 @@ class TestPatience:
         assert same(ask(engine(target, peer, patience_s=30, file_wait_s=0.2)), ROWS, TAPS)
         assert len(peer.seen) == 1 + len(ROWS) + 1
 
+    def test_an_interrupt_does_not_wait_for_a_lost_server(self, target: Path, peer: Peer) -> None:
+        """As when training is stopped while all rows ahead are waiting for a server to come back."""
+        peer.act = lambda number, body: "drop" if number > 3 else None
+        samples = [Sample(str(number), (number,), (True,)) for number in range(9)]
+        facts = SimpleNamespace(identity="t", template_hash="h", folder=target, end_ids=[9])
+        Manifest("t", "h", TAPS, 4, "float32", "native", "all", "vllm").write(target)
+        source = Online(target, TAPS, facts, engine(target, peer, patience_s=600, in_flight=3))
+        with pytest.raises(KeyboardInterrupt), closing(source), \
+                closing(Prefetch(lambda number: source.get(samples[number]), source.ahead, 9)) as ready, \
+                source.in_use():
+            ready.get(0)
+            until(lambda: len(peer.seen) > 5)
+            began = time.monotonic()
+            raise KeyboardInterrupt
+        assert time.monotonic() - began < 5
+        seen = len(peer.seen)
+        with pytest.raises(CancelledError):
+            source.get(samples[8])
+        assert len(peer.seen) == seen, "nothing is started or asked afterwards"
+
+    def test_its_return_is_told(self, target: Path, peer: Peer, capsys: pytest.CaptureFixture[str]) -> None:
+        peer.act = lambda number, body: 500 if number == 2 else None
+        assert same(ask(engine(target, peer, in_flight=1)), ROWS, TAPS)
+        assert f"the server at {peer.url} answers again" in capsys.readouterr().err
+
+    def test_a_machine_that_is_gone(self, target: Path, peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Nobody refuses the connection: it is not made. That is a loss, not a request that takes long."""
+        monkeypatch.setattr(vllm_client, "CONNECT_SECONDS", 0.2)
+        with engine(target, peer, in_flight=1) as asked, ExitStack() as stack:
+            found = asked.hidden_states(ROWS * 5, TAPS)
+            next(found)
+            peer.act = lambda number, body: "drop"
+            until(lambda: peer.now == 0)
+            port = peer.http.server_port
+            peer.http.shutdown()
+            peer.http.server_close()
+            deaf = stack.enter_context(socket.socket())
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            deaf.bind(("127.0.0.1", port))
+            deaf.listen(0)
+            for _ in range(4):  # what it would take at all is used up
+                caller = stack.enter_context(socket.socket())
+                caller.setblocking(False)
+                caller.connect_ex(("127.0.0.1", port))
+            with pytest.raises(UserError, match="patience_s=0.6 s: .*does not answer"):
+                list(found)
+
     def test_another_server_takes_over(self, target: Path, peer: Peer, shared: Path) -> None:
         with Peer(shared) as second:
             second.act = lambda number, body: "drop" if number > 1 else None
@@ -357,13 +434,29 @@ class TestJoining:
         (other / "config.json").write_text(json.dumps({**CONFIG, "rope_theta": 5, "torch_dtype": "x"}))
         for answers in (True, False):
             with Peer(shared, root=str(other)) as strange, \
+                    engine(target, strange, answers=answers) as given, \
                     pytest.raises(UserError, match="config.json differs .* in rope_theta: serve the target"):
-                given = engine(target, strange, answers=answers)
-                given.generate([[1]], ["a"], Sampling(1, 0.0, 1.0, 0)) if answers else ask(given)
+                given.generate([[1]], ["a"], Sampling(1, 0.0, 1.0, 0)) if answers else \
+                    next(given.hidden_states(ROWS, TAPS))
 
     def test_the_same_model(self, target: Path, shared: Path) -> None:
         with Peer(shared, root=str(target)) as fine:
             assert same(ask(engine(target, fine)), ROWS, TAPS)
+
+    @pytest.mark.parametrize("root", ["owner/model", "x" * 5000, "/root/\0"])
+    def test_a_model_that_is_not_to_be_seen_from_here(self, target: Path, shared: Path, root: str) -> None:
+        with Peer(shared, root=root) as fine:
+            assert same(ask(engine(target, fine)), ROWS, TAPS)
+
+    def test_it_accepts_and_says_nothing(self, target: Path, peer: Peer,
+                                         monkeypatch: pytest.MonkeyPatch) -> None:
+        """As at the end of a tunnel to nowhere; the hour that an answer may take is not waited for."""
+        monkeypatch.setattr(vllm_client, "FACT_SECONDS", 0.2)
+        monkeypatch.setattr(vllm_client, "HEALTH_SECONDS", 0.2)
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+            with pytest.raises(UserError, match=f"{url} does not answer .timed out.: check that it runs"):
+                ask(engine(target, peer, state_urls=[url]))
 
     def test_not_healthy(self, target: Path, peer: Peer) -> None:
         peer.health = 503
@@ -382,6 +475,13 @@ class TestJoining:
         with pytest.raises(UserError, match="shared_folder=.*nowhere is no folder that can be read and"):
             ask(engine(target, peer, shared_folder=str(tmp_path / "nowhere")))
         assert peer.seen == []
+
+    def test_another_folder_than_the_server_writes_to(self, target: Path, peer: Peer, tmp_path: Path) -> None:
+        (tmp_path / "other").mkdir()
+        with pytest.raises(UserError, match="did not appear within .* writes, and may write, to this very "
+                           "folder .target_engine.runtime.shared_folder"):
+            ask(engine(target, peer, shared_folder=str(tmp_path / "other")))
+        assert len(peer.seen) == 1, "nothing heavy was asked"
 
     def test_more_layers_than_before(self, target: Path, shared: Path) -> None:
         with Peer(shared, layers=[0, 1, 2, 3]) as able, engine(target, able) as asked:
@@ -425,6 +525,76 @@ class TestAnswers:
             asked.generate(ROWS[:1], ["a"], self.SAMPLING)
 
 
+def test_leaving_ends_a_start_in_another_thread(target: Path, tmp_path: Path) -> None:
+    """A large target takes minutes to load; an interrupt must not wait for it."""
+    asked = starting(target, "exec sleep 600")
+
+    def process() -> Any:
+        return asked._starting and asked._starting.members[0].server.process
+
+    with ThreadPoolExecutor(1) as thread:
+        with asked:
+            found = thread.submit(lambda: next(asked.hidden_states(ROWS, TAPS)))
+            until(process)
+            group, began = process().pid, time.monotonic()
+        assert time.monotonic() - began < 5
+        with pytest.raises(UserError, match="the start of the vLLM server was given up"):
+            found.result()
+    assert vllm_process.members(group) == []
+    assert not list((target / "logs").glob("*.metadata"))
+
+
+class TestStarted:
+    """With a peer in place of vLLM: it is there in a second, and dies as vLLM does."""
+
+    def test_killed_and_started_again(self, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        with starting(target, PEER) as asked:
+            found = asked.hidden_states(ROWS, TAPS)
+            first = next(found)
+            kill(asked)
+            assert same([first, *found], ROWS, TAPS)
+        assert logs(target) == ["states-1.log", "states-2.log"]
+        said = capsys.readouterr().err
+        assert "the vLLM server ended with signal SIGKILL" in said and "answers again" in said
+
+    def test_what_cannot_start_again_is_tried_once(self, target: Path) -> None:
+        """Not once for every request that waits for it: each start of a large target takes minutes."""
+        with starting(target, f"[ -e broken ] && sleep 1 && exit 1; {PEER}", patience_s=0.5) as asked:
+            found = asked.hidden_states(ROWS, TAPS)
+            next(found)
+            (target / "logs/broken").touch()
+            kill(asked)
+            with pytest.raises(UserError, match="patience_s=0.5 s: the vLLM server ended with exit code 1"):
+                list(found)
+        assert logs(target)[:2] == ["states-1.log", "states-2.log"]
+        assert len(logs(target)) <= 3, "a late request may begin a start, which is broken off"
+
+
+PEER = f'exec {sys.executable} {Path(__file__).with_name("peer.py")} "$@"'
+
+
+def starting(target: Path, script: str, **changes: Any) -> VllmEngine:
+    """An engine whose interpreter of vLLM has what it needs, and runs `script` in the folder of the logs."""
+    (target / "model.safetensors").touch()
+    (target / "tokenizer.json").touch()
+    says = json.dumps({"found": True, "versions": {"vllm": "0.32"}, "prefix": "/nowhere"})
+    python = target / "python"
+    python.write_text(f"#!/bin/sh\n[ $1 = -c ] && echo '{says}' && exit\n{script}\n")
+    python.chmod(0o755)
+    made = engine(target, in_flight=4, **{"patience_s": 60.0, "file_wait_s": 5.0, **changes})
+    made.settings = replace(made.settings, python=str(python))
+    return made
+
+
+def kill(asked: VllmEngine) -> None:
+    pool, _ = asked._states
+    kill_worker(pool.members[0].server.process.pid)
+
+
+def logs(target: Path) -> list[str]:
+    return sorted(path.name for path in (target / "logs").glob("*.log"))
+
+
 @pytest.mark.parametrize("row", [[], [1] * 65])
 def test_rows_that_do_not_fit(target: Path, peer: Peer, row: list[int]) -> None:
     with pytest.raises(UserError, match=rf"a row has {len(row)} tokens where 1 to 64 were expected"):
@@ -444,7 +614,7 @@ def test_what_it_cannot_do(target: Path, peer: Peer) -> None:
         engine(target, peer).session(TAPS)
     runtime = engine(target, peer).runtime
     with pytest.raises(UserError, match="target_engine.server.url=http://x is not used, .*state_urls"):
-        VllmEngine(small_server(url="http://x"), "float32", 8, 64, False, runtime)
+        VllmEngine(small_server(url="http://x"), "float32", 8, 1, 64, False, runtime)
 
 
 def test_the_configuration_makes_it() -> None:
@@ -452,6 +622,7 @@ def test_the_configuration_makes_it() -> None:
                                            "target_engine.runtime.in_flight=3", "run_root=/r"], find())
     made = build(configuration.settings["target_engine"])
     assert isinstance(made, VllmEngine) and (made.group, made.max_length, made.dtype) == (256, 99, "bfloat16")
+    assert made.states_batch == 1, "the same bits in every mode, unless told otherwise"
     assert (made.runtime.in_flight, made.runtime.logs) == (3, "/r/target_engine")
     assert made.settings.dtype == "bfloat16"
     stage = configuration.settings["hidden_states"]

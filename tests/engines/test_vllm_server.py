@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,14 +12,14 @@ import httpx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from vllm_support import PROJECT, small_server, vllm_python, wait_until
+from vllm_support import PROJECT, kill_worker, small_server, vllm_python, wait_until
 
 from trainer.engines import vllm_process
 from trainer.engines.vllm_client import SpecCounters, request
 from trainer.engines.vllm_server import RunningServer
 from trainer.errors import UserError
 from trainer.records import Completion, Sampling
-from trainer.target_made import RandomLlama
+from trainer.target_made import Kept, RandomLlama
 
 GREEDY = Sampling(max_new_tokens=24, temperature=0.0, top_p=1.0, seed=0)
 PROMPTS = [[10, 20, 30], [40, 50, 60, 70], [80], [90, 100, 110, 120, 130]]
@@ -39,14 +37,16 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=512,
         tied=False,
         seed=3,
-        runtime={"cache": str(tmp_path_factory.mktemp("cache"))},
+        scale=0.2,
+        runtime=Kept(str(tmp_path_factory.mktemp("cache"))),
     ).folder()
 
 
 @pytest.fixture(scope="module")
 def running(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """With all the processes that vLLM starts by itself."""
     log = tmp_path_factory.mktemp("server") / "vllm.log"
-    with small_server(python=vllm_python()).serve(target, log) as server:
+    with small_server(python=vllm_python(), environment={}).serve(target, log) as server:
         yield server
 
 
@@ -135,14 +135,12 @@ class TestServing:
 
     def test_a_worker_killed_in_the_middle(self, running: RunningServer) -> None:
         """The last test with the shared server. The process with the weights is killed, as by full memory."""
-        group = vllm_process.members(running.process.pid)
-        worker = max(group, key=lambda number: int(Path(f"/proc/{number}/statm").read_text().split()[1]))
         done: list[int] = []
 
         def kill_after_some(index: int, answer: Completion) -> None:
             done.append(index)
             if len(done) == 3:
-                os.kill(worker, signal.SIGKILL)
+                kill_worker(running.process.pid)
 
         with pytest.raises(UserError, match=r"vLLM server ended with .*unexpectedly.*vllm\.log"):
             running.complete(PROMPTS * 200, GREEDY, 4, progress=kill_after_some)

@@ -5,19 +5,25 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tiny import dflash, engine, make_dflash, uneven
+from vllm_support import small_server
 
+from trainer._paths import find
 from trainer.architectures.dflash import DFlash
+from trainer.compose import compose_configuration
 from trainer.data.prompts import Jsonl, Prompts
+from trainer.engines.vllm_client import SpecCounters
 from trainer.errors import GateFailed, UserError
 from trainer.evaluate.decode import decode
-from trainer.evaluate.rows import Tally, in_process
+from trainer.evaluate.rows import Tally, in_process, served
+from trainer.evaluate.serving import Measurement, acceptance
 from trainer.evaluate.stage import Evaluate
-from trainer.export.formats import Serving, choose
+from trainer.export.formats import FORMATS, Serving
 from trainer.records import Sampling
 from trainer.target import Target
 
@@ -34,7 +40,7 @@ def inputs(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> dic
     source.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
     Prompts(Jsonl(str(source)), None, 6).run({}, folder / "prompts")
     drafter = uneven(dflash(tiny_target, block_size=8, layers=1))
-    choose("speculators").write(folder / "export/speculators", drafter.export(),
+    FORMATS["speculators"].write(folder / "export/speculators", drafter.export(),
                                 Serving("t", ["LlamaForCausalLM"], 3), torch.float32)
     (folder / "export/export.json").write_text(json.dumps({"method": "dflash", "max_k": 7}))
     return {"prompts": folder / "prompts", "export": folder / "export"}
@@ -42,7 +48,8 @@ def inputs(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 def stage(target: Target, **changes: Any) -> Evaluate:
     return Evaluate(**{"target": target, "drafter": make_dflash(), "engine": engine(), "server": None,
-                       "dtype": "float32", "sampling": Sampling(12, 0.0, 1.0, 0), "prompts": 6, "k": [3],
+                       "dtype": "float32", "sampling": Sampling(12, 0.0, 1.0, 0), "prompts": 6,
+                       "too_long": "error", "k": [3],
                        "users": 1, "warmup": 0, "rounds": 2, "format": "speculators",
                        "agreement": 0.02, **changes})
 
@@ -83,11 +90,19 @@ def test_the_folder_is_what_is_measured(tiny_target: Target, inputs: dict[str, P
     assert (row["prompts"], row["output_tokens"]) == (6, total.output_tokens)
 
 
-@pytest.mark.parametrize("k", [8, 0])
-def test_a_draft_longer_than_trained_is_refused_with_the_number(tiny_target: Target, inputs: dict[str, Path],
-                                                                tmp_path: Path, k: int) -> None:
-    with pytest.raises(UserError, match=f"evaluate.k={k} must lie between 1 and 7"):
-        stage(tiny_target, k=[3, k]).run(inputs, tmp_path)
+def judged(evaluate: Evaluate, heldout: int = 6) -> dict[str, str]:
+    return evaluate.check({"prompts": Prompts(Jsonl("any"), None, heldout),
+                           "export": SimpleNamespace(formats=["speculators"])})
+
+
+def test_settings_that_need_each_other(tiny_target: Target) -> None:
+    assert judged(stage(tiny_target, k=[4, 1])) == {}
+    assert judged(stage(tiny_target, k=[3, 5, 9])) == {
+        f"evaluate.k.{place}": f"must lie between 1 and 4, the longest draft of this drafter, but is {k}"
+        for place, k in ((1, 5), (2, 9))}
+    assert judged(stage(tiny_target, format="native")) == {
+        "evaluate.format": "must be one of export.formats (speculators), but is native"}
+    assert list(judged(stage(tiny_target), heldout=0)) == ["prompts.heldout"]
 
 
 def test_a_text_that_changes_with_the_drafter_stops_the_run(tiny_target: Target, inputs: dict[str, Path],
@@ -104,6 +119,65 @@ def test_some_prompt_must_be_held_out(tiny_target: Target, inputs: dict[str, Pat
     (tmp_path / "prompts.jsonl").write_text("".join(line + "\n" for line in lines if '"train"' in line))
     with pytest.raises(UserError, match="no held-out prompt to evaluate on; raise prompts.heldout"):
         stage(tiny_target).run({**inputs, "prompts": tmp_path}, tmp_path)
+
+
+def test_sampled_answers_are_refused_before_the_run(tiny_target: Target) -> None:
+    others = {"export": SimpleNamespace(formats=["speculators"]), "prompts": SimpleNamespace(heldout=1)}
+    found = stage(tiny_target, sampling=Sampling(12, 0.7, 1.0, 0)).check(others)
+    assert list(found) == ["evaluate.sampling.temperature"] and "must be 0" in found.popitem()[1]
+    assert stage(tiny_target).check(others) == {}
+
+
+def test_prompts_without_room_are_left_out_and_counted(tiny_target: Target, inputs: dict[str, Path],
+                                                       uneven_lengths: Path, tmp_path: Path) -> None:
+    made = stage(tiny_target, too_long="drop", engine=engine(max_length=150))
+    record = made.run({**inputs, "prompts": uneven_lengths}, tmp_path)
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["prompts"] for row in rows] == [4, 4] and record["prompts"] == 4
+    assert (record["left_out"], record["left_out_ids"]) == (2, ["p1", "p4"])
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({}, r"held-out prompt p1 has 2\d\d tokens, .*max_new_tokens=12 within evaluate.engine.max_length=150 "
+         r"\(2 of 6 are so long\); leave such prompts out with evaluate.too_long=drop, raise"),
+    ({"server": small_server(max_model_len=140)}, "within engine.max_model_len=140 "),
+    ({"server": small_server(max_model_len=160)}, "within evaluate.engine.max_length=150 "),
+    ({"too_long": "drop", "engine": engine(max_length=30)}, r"p0 has .* \(6 of 6 are so long\); raise the")])
+def test_prompts_without_room_are_refused_before_training(tiny_target: Target, uneven_lengths: Path,
+                                                          changes: dict[str, Any], said: str) -> None:
+    made = stage(tiny_target, **{"engine": engine(max_length=150), **changes})
+    with pytest.raises(UserError, match=said):
+        made.foresee({"prompts": uneven_lengths})
+
+
+def test_a_prompt_that_just_fits_is_measured(tiny_target: Target, inputs: dict[str, Path]) -> None:
+    longest = max(len(ids) for _, _, ids in stage(tiny_target)._questions(inputs["prompts"])[0])
+    stage(tiny_target, engine=engine(max_length=longest + 12)).foresee(inputs)
+    with pytest.raises(UserError, match="leaves no room"):
+        stage(tiny_target, engine=engine(max_length=longest + 11)).foresee(inputs)
+    stage(tiny_target).foresee({})
+
+
+def test_what_is_dropped_is_one_setting() -> None:
+    def settings(*given: str) -> str:
+        return compose_configuration(["recipe=smoke", *given], find()).settings["evaluate"]["too_long"]
+
+    assert settings() == settings("responses=as_given") == "error"
+    assert settings("responses.too_long=drop") == settings("evaluate.too_long=drop") == "drop"
+
+
+def measured(accepted: int, drafts: int, tokens: int, tok_s: float) -> Measurement:
+    counters = SpecCounters(drafts, 2 * drafts, accepted, (accepted, 0))
+    length, rate, positions = acceptance(counters, 2)
+    return Measurement([], tokens / tok_s, tokens, tok_s, counters, length, rate, positions)
+
+
+@pytest.mark.parametrize(("accepted", "tokens", "speedup"), [
+    (300, 1300, 1.2), (0, 1300, None), (40, 1300, None), (300, 499, None), (60, 500, 1.2)])
+def test_a_speedup_is_claimed_of_accepted_drafts_and_enough_tokens(accepted: int, tokens: int,
+                                                                   speedup: float | None) -> None:
+    row = served({}, 2, measured(0, 0, tokens, 10.0), measured(accepted, 1000, tokens, 12.0), lossless=True)
+    assert row["speedup"] == speedup and (row["baseline_tok_s"], row["tok_s"]) == (10.0, 12.0)
 
 
 def test_some_prompts_stand_for_all(tiny_target: Target, inputs: dict[str, Path], tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from trainer.errors import UserError
 from trainer.evaluate import figures, html
+from trainer.evaluate.doubts import Doubts, left_out
 from trainer.evaluate.report import Report, headline, verdict
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
@@ -213,8 +214,12 @@ def test_unusable_rows_are_one_clear_error(tmp_path: Path, content: str | None, 
     folders = make_run(tmp_path)
     path = folders["evaluate"] / "rows.json"
     path.unlink() if content is None else path.write_text(content)
-    with pytest.raises(UserError, match=expected):
+    with pytest.raises(UserError, match=f"{expected}.*; remove {folders['evaluate']} and run the same comm"):
         run_report(folders, tmp_path)
+
+
+def warned(rows: list[dict], sound: bool = True) -> list[str]:
+    return Doubts(identity_tolerance=0.02, rise_tolerance=0.002, sound=sound).warnings(rows)
 
 
 @pytest.mark.parametrize(
@@ -226,30 +231,88 @@ def test_unusable_rows_are_one_clear_error(tmp_path: Path, content: str | None, 
         ),
         (make_row([0.5, 0.3, 0.4]), ["acceptance rises by 0.100"]),
         (make_row([0.5, 0.498, 0.497]), ["stays at 0.50 over all 3 positions"]),
-        (make_row([0.0, 0.0]), ["not one draft token was accepted"]),
         (make_row([0.5, 0.3], lossless=False), ["differs from the text without"]),
+        (make_row([0.5, 0.3], drafts=199), ["only 199 drafts were counted"]),
+        (make_row([0.0, 0.0], drafts=0), ["only 0 drafts were counted"]),
+        (make_row([0.0, 0.0], drafts=50), ["next to no draft token was accepted", "only 50 drafts"]),
         (make_row([0.5, 0.3], mean_accepted_length=1.81), []),
         (make_row([0.5, 0.5]), []),
         (make_row([0.98, 0.98, 0.975]), []),
         (make_row([0.36, 0.11, 0.05, 0.0, 0.0]), []),
+        (make_row([0.0, 0.0], dataset="heldout/math", drafts=20), []),
     ],
 )
 def test_rows_that_contradict_themselves_are_named(row: dict, expected: list[str]) -> None:
-    found = make_report().doubts(row)
+    found = warned([row])
     assert len(found) == len(expected)
     for text, part in zip(found, expected, strict=True):
         assert part in text
         assert text.startswith(f"heldout, vLLM, K={len(row['per_position_acceptance'])}, 1 user: ")
 
 
+def test_a_drafter_that_is_not_accepted_is_first_of_all_a_poor_one() -> None:
+    """As long as every gate holds; otherwise the folder or the layers are looked at first."""
+    [sound] = warned([make_row([0.02, 0.0])])
+    assert re.search(r"\(accepted length 1.02\); the likeliest cause is a drafter that is trained too little "
+                     r"\(train.epochs, .*\), as all gates hold; then draft weights", sound)  # fmt: skip
+    [unsound] = warned([make_row([0.02, 0.0])], sound=False)
+    assert re.search("the likeliest cause is draft weights .*; then a drafter that is trained too", unsound)
+
+
+def test_rows_with_the_same_doubt_are_one_warning_an_engine() -> None:
+    rows = [make_row([0.3, 0.3001, 0.3], dataset="a"), make_row([0.01, 0.0], users=4),
+            make_row([0.0, 0.0], engine="in_process"), make_row([0.0, 0.0]), make_row([0.0, 0.0], users=2),
+            make_row([0.0, 0.0], engine="in_process", dataset="heldout/math")]  # fmt: skip
+    first, second, third = warned(rows)
+    assert first.startswith("heldout, vLLM, K=2, 4 users (and 2 more rows): next to no draft")
+    assert second.startswith("heldout, in process, K=2, 1 user: next to no draft")
+    assert third.startswith("a, vLLM, K=3, 1 user: acceptance stays")
+
+
+def test_what_was_left_out_is_warned_of() -> None:
+    records = {"prompts": {"left_out": 2}, "responses": {"dropped": 0, "turns_without_room": 3},
+               "evaluate": {"left_out": 4}, "train": {"left_out": 9}}  # fmt: skip
+    finished = {name: {"record": record} for name, record in records.items()}
+    assert left_out(finished) == [
+        "2 prompts repeat a text that is held out and are not trained on.",
+        "3 later turns do not fit into the longest sequence and are left out.",
+        "4 held-out prompts leave no room for an answer and were not measured."]  # fmt: skip
+    assert left_out({}) == []
+
+
 def test_warnings_reach_both_files_and_the_console(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    report, text, record = run_report(make_run(tmp_path, rows=[make_row([0.3, 0.5])]), tmp_path)
-    assert record["warnings"] == len(report["warnings"]) == 1
-    assert report["warnings"][0] in Page(text).text
+    folders = make_run(tmp_path, rows=[make_row([0.3, 0.5])])
+    stage = json.loads((folders["responses"] / "stage.json").read_text())
+    stage["record"]["turns_without_room"] = 5
+    (folders["responses"] / "stage.json").write_text(json.dumps(stage))
+    report, text, record = run_report(folders, tmp_path)
+    assert record["warnings"] == len(report["warnings"]) == 2
+    folder = tmp_path / "report" / "0000.partial"
+    make_report().tell(folder)
     printed = capsys.readouterr().out
-    assert report["warnings"][0] in printed
+    assert printed.splitlines()[-1] == str(folder / "report.html")
+    for warning in report["warnings"]:
+        assert warning in Page(text).text
+        assert warning in printed
     assert "evaluate/counters_agree" in printed
     assert "1.80" in printed
+
+
+ODD = "a[/b] [red]c :smile: $\\frac{x$ <i>"
+
+
+def test_names_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """On the console, where brackets are markup and colons emoji, in figures, where dollars are formulas."""
+    rows = [make_row([0.0, 0.0], dataset=name, engine="[/e]", drafts=9) for name in ("[h]", f"heldout/{ODD}")]
+    out = tmp_path / "out"
+    out.mkdir()
+    Report(ODD, "vllm", 0.02, 0.002).run(make_run(tmp_path, rows=rows), out)
+    printed = capsys.readouterr().out
+    assert f"{ODD}: accepted length 1.00 at K=2" in printed
+    assert f"  heldout/{ODD}  " in printed
+    assert "warning [h], [/e], K=2, 1 user: next to no draft" in printed
+    shown = Page((out / "report.html").read_text()).text
+    assert f"heldout/{ODD}, [/e], K=2" in shown, "in the figure"
 
 
 def test_log_of_a_continued_run_counts_each_step_once(tmp_path: Path) -> None:
@@ -265,10 +328,10 @@ def test_log_of_a_continued_run_counts_each_step_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("package", ["matplotlib", "jinja2"])
 def test_missing_extra_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
-    assert make_report().external() == {}
+    make_report().preflight()
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UserError, match=rf"needs {package}.*speculator-trainer\[report\]"):
-        make_report().external()
+        make_report().preflight()
 
 
 def test_headline_prefers_the_server_at_the_default_k_with_one_user() -> None:
@@ -278,6 +341,15 @@ def test_headline_prefers_the_server_at_the_default_k_with_one_user() -> None:
     in_process = [row for row in rows if row["engine"] == "in_process"]
     assert headline(in_process, 3)["dataset"] == "heldout"
     assert verdict([make_row([0.5], lossless=False, users=8)], 1).endswith("at 8 users, text differs")
+
+
+def test_no_speedup_is_claimed_that_was_not_told() -> None:
+    few = make_row([0.5], speedup=None)
+    assert verdict([few], 1).endswith(" at K=1, too few tokens timed to tell a speedup, text identical")
+    poor = make_row([0.0], speedup=None)
+    expected = "accepted length 1.00 at K=1, no speedup, as next to no draft is accepted, text identical"
+    assert verdict([poor], 1) == verdict([poor | {"tok_s": None, "baseline_tok_s": None}], 1) == expected
+    assert not re.search(r">\d\.\d\dx<", figures.draw([few], [])["throughput"])
 
 
 def test_figures_follow_the_page_and_print_their_values() -> None:
@@ -294,6 +366,16 @@ def test_figures_follow_the_page_and_print_their_values() -> None:
     assert set(figures.draw([make_row([])], []).values()) - {None} == {
         figures.draw([make_row([])], [])["throughput"]
     }
+
+
+def test_curves_of_few_points_have_marks_and_whole_steps() -> None:
+    """A short run: two points of the loss, one measurement on held-out samples."""
+    log = [make_entry(1) | {"step": 1}, make_entry(2) | {"step": 2, "heldout_loss": 6.5}]
+    drawn = figures.draw([], log)["training"]
+    assert "held out" in drawn
+    steps = drawn[drawn.index("matplotlib.axis_1") : drawn.index("matplotlib.axis_2")]
+    assert re.findall(r">([\d.]+)</text>", steps) == ["1", "2"]
+    assert figures.draw([], log[:1])["training"] is None
 
 
 @pytest.mark.parametrize(

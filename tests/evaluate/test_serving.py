@@ -21,7 +21,7 @@ from trainer.engines.vllm_server import RunningServer
 from trainer.errors import UserError
 from trainer.evaluate.serving import Comparison, Measurement, acceptance, compare, measure
 from trainer.records import Completion, Sampling
-from trainer.target_made import RandomLlama
+from trainer.target_made import Kept, RandomLlama
 
 K = 4
 
@@ -144,7 +144,8 @@ def circling_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=512,
         tied=False,
         seed=5,
-        runtime={"cache": str(tmp_path_factory.mktemp("cache"))},
+        scale=0.2,
+        runtime=Kept(str(tmp_path_factory.mktemp("cache"))),
     ).folder()
     weights = load_file(folder / "model.safetensors")
     for name in weights:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
 from tiny import OFFLINE, dflash, finished_inputs, make_dflash, random_samples, uneven
 
 from trainer.architectures.base import Exported
@@ -47,8 +48,8 @@ def test_the_folders_are_complete(tiny_target: Target, inputs: dict[str, Path], 
     out.mkdir()
     record = stage(tiny_target).run(inputs, out)
     assert record["max_k"] == 7 and record["default_k"] == 3
-    assert {name: gate["passed"] for name, gate in record["gates"].items()} == {"readback_speculators": True,
-                                                                               "readback_native": True}
+    assert {name: gate["passed"] for name, gate in record["gates"].items()} == dict.fromkeys(
+        ("readback_speculators", "rounding_speculators", "readback_native", "rounding_native"), True)
     exported = json.loads((out / "export.json").read_text())
     for form in ("speculators", "native"):
         assert {path.name for path in (out / form).iterdir()} == {"config.json", "model.safetensors",
@@ -60,7 +61,9 @@ def test_the_folders_are_complete(tiny_target: Target, inputs: dict[str, Path], 
                          "trained_modes": ["chat"], "formats": ["speculators", "native"]}
         assert facts.items() <= exported.items()
         readme = (out / form / "README.md").read_text()
-        assert str(tmp_path / "0123" / form) in readme and ".partial" not in readme
+        assert str(tmp_path) not in readme and str(tiny_target.folder) not in readme
+        assert "vllm serve PATH/TO/tiny --speculative-config" in readme and "vllm serve ." not in readme
+        assert "report.html" in readme
     assert exported["serve_commands"]["vllm (short)"] == f"vllm serve {tmp_path / '0123' / 'speculators'}"
 
 
@@ -70,14 +73,23 @@ def test_a_published_target_is_named_as_such(tiny_target: Target, inputs: dict[s
     config = json.loads((tmp_path / "speculators/config.json").read_text())
     assert config["speculators_config"]["verifier"] == {"name_or_path": "org/target",
                                                         "architectures": ["LlamaForCausalLM"]}
+    card = ModelCard((tmp_path / "speculators/README.md").read_text())
+    assert (card.data.base_model, card.data.library_name) == ("org/target", "vllm")
+    assert card.data.tags == ["speculative-decoding", "speculators", "dflash"]
+    assert "\nvllm serve .\n" in card.text and "vllm serve org/target --speculative-config" in card.text
 
 
-@pytest.mark.parametrize("k", [8, 0, -1])
-def test_a_draft_longer_than_the_block_is_refused_with_the_number(tiny_target: Target,
-                                                                  inputs: dict[str, Path],
-                                                                  tmp_path: Path, k: int) -> None:
-    with pytest.raises(UserError, match=f"export.default_k={k} must lie between 1 and 7, the longest draft"):
-        stage(tiny_target, default_k=k).run(inputs, tmp_path)
+def test_a_target_without_a_public_name_is_no_base_model(tiny_target: Target, inputs: dict[str, Path],
+                                                         tmp_path: Path) -> None:
+    stage(tiny_target, formats=["native"]).run(inputs, tmp_path)
+    card = ModelCard((tmp_path / "native/README.md").read_text())
+    assert card.data.base_model is None and card.data.license == "unknown"
+
+
+def test_a_draft_longer_than_the_block_is_refused_with_the_number(tiny_target: Target) -> None:
+    said = "must lie between 1 and 7, the longest draft of this drafter, but is"
+    assert [stage(tiny_target, default_k=k).check({}) for k in (7, 1, 8)] == [
+        {}, {}, {"export.default_k": f"{said} 8"}]
 
 
 @pytest.mark.parametrize("k", [7, 1])
@@ -119,9 +131,27 @@ def test_a_folder_that_is_another_drafter_stops_the_run(tiny_target: Target, inp
         stage(tiny_target).run(inputs, tmp_path)
 
 
-def test_an_unknown_format_is_refused_before_the_run(tiny_target: Target) -> None:
-    with pytest.raises(UserError, match="names 'gguf'"):
-        stage(tiny_target, formats=["speculators", "gguf"]).external()
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_what_rounding_costs_is_far_below_its_bound(tiny_target: Target, inputs: dict[str, Path],
+                                                    tmp_path: Path, dtype: str) -> None:
+    gates = stage(tiny_target, dtype=dtype).run(inputs, tmp_path)["gates"]
+    found = gates["rounding_native"]
+    assert found["bound"] == 32 * torch.finfo(getattr(torch, dtype)).eps
+    assert (found["value"] == 0) if dtype == "float32" else 0 < found["value"] < found["bound"] / 2
+
+
+def test_weights_that_do_not_survive_the_dtype_stop_the_run(tiny_target: Target, inputs: dict[str, Path],
+                                                            tmp_path: Path) -> None:
+    """Read back they are what was written, and still no drafter: too small for float16, or too large."""
+    weights = load_file(inputs["train"] / "weights.safetensors")
+    for scale, value in ((1e-10, "1"), (1e10, "nan")):
+        train = tmp_path / f"train{scale}"
+        train.mkdir()
+        save_counts(train, torch.arange(320).flip(0))
+        save_file({name: tensor * scale if name == "norm.weight" else tensor
+                   for name, tensor in weights.items()}, train / "weights.safetensors")
+        with pytest.raises(GateFailed, match=f"rounding_speculators failed: {value}.*export.dtype=float16"):
+            stage(tiny_target, dtype="float16").run({**inputs, "train": train}, tmp_path / f"out{scale}")
 
 
 def test_weights_of_other_settings_are_refused(tiny_target: Target, inputs: dict[str, Path],

@@ -36,10 +36,11 @@ LAYERS, HIDDEN, BLOCK, BLOCKS = [1, 3], 64, 4, 40
 found: dict[str, Any] = {}
 
 
-def config(captured: list[int] = LAYERS, **extra: Any) -> VllmConfig:
+def config(captured: list[int] = LAYERS, caching: bool = False, **extra: Any) -> VllmConfig:
     extra = {"folder": str(output / "states"), "layers": LAYERS} | extra
     return EngineArgs(
         model=model, dtype="float32", max_model_len=128, max_num_seqs=2, enforce_eager=True,
+        enable_prefix_caching=caching,
         speculative_config={"method": "extract_hidden_states", "num_speculative_tokens": 1,
                             "draft_model_config": {"hf_config": {
                                 "eagle_aux_hidden_state_layer_ids": captured}}},
@@ -56,8 +57,9 @@ def groups() -> KVCacheConfig:
         KVCacheGroupSpec(["attention"], attention), KVCacheGroupSpec(["cache_only"], states)])
 
 
-def request(name: str, tokens: list[int], status: RequestStatus, asks: Any = True) -> Request:
-    extra = {} if asks is None else {"kv_transfer_params": {"hidden_states": asks}}
+def request(name: str, tokens: list[int], status: RequestStatus, asks: Any = True,
+            reader: Any = "0123abcd") -> Request:
+    extra = {} if asks is None else {"kv_transfer_params": {"hidden_states": asks, "reader": reader}}
     made = Request(request_id=name, prompt_token_ids=tokens, pooling_params=None,
                    sampling_params=SamplingParams(max_tokens=1, extra_args=extra))
     made.status = status
@@ -70,6 +72,18 @@ def waited(path: Path) -> Path:
         assert time.monotonic() < deadline, path
         time.sleep(0.01)
     return path
+
+
+class Clock:
+    """The time, so many seconds later for who looks for stale files."""
+
+    time = time.time
+
+    def __init__(self, later: float) -> None:
+        self.now = scheduler.swept + later
+
+    def monotonic(self) -> float:
+        return self.now
 
 
 def refused(**changes: Any) -> str:
@@ -140,6 +154,24 @@ for number in range(30):
                  == [length, LAYERS, states.nbytes + ids.nbytes]})
 found["rows"] = rows
 found["nothing more to give back"] = worker.get_finished(set())
+ends = RequestStatus.FINISHED_STOPPED
+names = [scheduler.request_finished_all_groups(request("h", [1], ends, reader=reader), ([], [0]))[1]["file"]
+         for reader in ("89abcdef", "89abcdef", "89ABCDEF", "../../../", "", None, 7, "89abcdef0")]
+found["whose"] = [name[:8] for name in names]
+found["all different"] = len(set(names)) == len(names) and all(map(connector.OURS.fullmatch, names))
+scheduler.build_connector_meta(None)
+
+left = folder / f"{2:032x}.safetensors"  # by a reader that was killed an hour ago
+for later, looks in ((connector.SWEEP_SECONDS - 1, "in between"), (connector.SWEEP_SECONDS, "after a while")):
+    left.write_text("")
+    os.utime(left, (time.time() - connector.STALE_SECONDS - 1,) * 2)
+    connector.time = Clock(later)
+    scheduler.request_finished_all_groups(request("i", [1], ends), ([], [0]))
+    found[f"stale file {looks}"] = left.exists()
+connector.time = time
+scheduler.build_connector_meta(None)
+caching = KVConnectorFactory.create_connector(config(caching=True), KVConnectorRole.SCHEDULER, groups())
+found["with prefix caching"] = caching.facts["prefix_caching"]
 found["partial files"] = sorted(path.name for path in folder.glob("*.partial") if path != young)
 
 _, facts = scheduler.request_finished_all_groups(

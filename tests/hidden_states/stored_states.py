@@ -3,6 +3,7 @@ that one of them made, and ways to spoil it."""
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -77,9 +78,9 @@ def index_of(folder: Path) -> Index:
 
 
 def change(folder: Path, sample_id: str, section: str, edit: Callable[[bytearray], Any],
-           sealed: bool = False) -> Path:
-    """Edits the bytes of one section of a stored sample; `sealed` also makes the checksums fit, as a faulty
-    writer would have. Returns the shard."""
+           sealed: bool = False, same: bool = False) -> Path:
+    """Edits the bytes of one section of a stored sample, which may stay the `same` where that is said;
+    `sealed` also makes the checksums fit, as a faulty writer would have. Returns the shard."""
     codec, index = Codec.of(Manifest.read(folder)), index_of(folder)
     record, number = index.find(sample_id), codec.sections.index(section)
     assert record is not None
@@ -89,7 +90,7 @@ def change(folder: Path, sample_id: str, section: str, edit: Callable[[bytearray
     part = content[record.offset + start:record.offset + end]
     before = bytes(part)
     edit(part)
-    assert len(part) == end - start and part != before
+    assert len(part) == end - start and (same or part != before)
     content[record.offset + start:record.offset + end] = part
     path.write_bytes(content)
     if sealed:
@@ -112,3 +113,7 @@ def fill(start: int, end: int, values: bytes) -> Callable[[bytearray], None]:
     def edit(part: bytearray) -> None:
         part[start:end] = values * ((end - start) // len(values))
     return edit
+
+
+def remount(folder: Path, *options: str) -> None:
+    subprocess.run(["mount", "-o", ",".join(["remount", *options]), str(folder)], check=True)

@@ -127,16 +127,32 @@ def test_a_scale_is_the_smallest_that_does_not_overflow(largest: float) -> None:
     assert float(below) < largest / 448 * (1 + 2.0 ** -23)
 
 
-@pytest.mark.parametrize("hidden", [1, 3, 4])
-def test_every_code_has_its_value(hidden: int) -> None:
-    """By the table and by PyTorch, whatever is beside it."""
-    codes = torch.arange(256, dtype=torch.uint8).repeat(hidden).reshape(hidden, 256).t().contiguous()
-    codes = codes.view(torch.float8_e4m3fn)[:255]  # an odd number of codes for some
-    expected = codes.float()
-    found = dequantize(torch.ones(255).bfloat16(), codes, torch.empty(255, hidden))
-    assert torch.equal(found.nan_to_num(999), expected.nan_to_num(999))
-    found = dequantize(torch.full((255,), 0.5).bfloat16(), codes, torch.empty(255, hidden).bfloat16())
-    assert torch.equal(found.float().nan_to_num(999), (expected / 2).nan_to_num(999))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden", [1, 3, 40])
+@pytest.mark.parametrize("scale", [2.0 ** -126, 2.0 ** -9, 0.75, 126.0, 2.0 ** 100])
+def test_every_code_has_its_value(hidden: int, scale: float, dtype: torch.dtype,
+                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that a writer stores, by moving bits and by PyTorch, in blocks and parts of them, in layers that
+    lie apart and rows that are interleaved. The two codes of no number are left to the checks."""
+    monkeypatch.setattr(codecs, "BLOCK", 100 * hidden)
+    every = torch.arange(256, dtype=torch.uint8)
+    every = every[every & 0x7F != 0x7F].repeat(2).view(2, 254, 1).expand(2, 254, hidden).contiguous()
+    codes = torch.cat([every, every.flip(1)], dim=1)[:, :254].view(torch.float8_e4m3fn)
+    scales = torch.full((2, 254), scale).bfloat16()
+    scales[:, ::2] *= 0.5 if scale > 1e-30 else 1
+    out = torch.empty(254, 2, hidden, dtype=dtype)
+    found = dequantize(scales, codes, out.permute(1, 0, 2))
+    expected = (codes.float() * scales.float()[..., None]).to(dtype)
+    assert torch.equal(found, expected) and torch.equal(out, expected.permute(1, 0, 2))
+    assert torch.equal(dequantize(scales[0], codes[0], torch.empty(254, hidden, dtype=dtype)), expected[0])
+
+
+def test_what_is_no_number_stays_none() -> None:
+    """Also beside rows that are sound: a source that does not store passes its states through as well."""
+    rows = torch.ones(4, 8)
+    rows[1, 3], rows[2, 5] = float("nan"), float("inf")
+    found = dequantize(*quantize(rows), torch.empty(4, 8))
+    assert found.isfinite().all(-1).tolist() == [True, False, False, True]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ def opened(target: Target, folder: Path, layers: list[int], **runtime: Any) -> M
     if not folder.exists():
         extract(stage, folder)
     make_source: partial[Hybrid] = stage.source
-    given = make_source.keywords | {"runtime": make_source.keywords["runtime"] | runtime}
+    given = make_source.keywords | {"runtime": replace(make_source.keywords["runtime"], **runtime)}
     source = make_source.func(folder=folder, layers=layers, **given)
     asked: list[Any] = []
     real = source.online.engine.hidden_states

@@ -79,7 +79,7 @@ SPOILT = {
     "gone": (None, "is missing or not readable"),
     "torn": ('{"format": 2, "target"', "is missing or not readable"),
     "no object": ("[1]", "expected a JSON object, found list"),
-    "format 1": ({"format": 1}, "is of format 1, expected format 2: .* remove the folder and extract again"),
+    "format 1": ({"format": 1}, "is of format 1, expected format 2: other formats are not read; remove"),
     "a newer format": ({"format": 3}, "is of format 3, expected format 2"),
     "no format": ({"format": ...}, "is of format None, expected format 2"),
     "a key too few": ({"engine": ...}, r"missing \['engine'\], unknown \[\]"),
@@ -121,6 +121,6 @@ def test_a_cache_of_format_one_is_to_be_extracted_again(tmp_path: Path) -> None:
            "layers; 0 = embeddings", "last_convention": "after all layers, before the final norm",
            "format": 1}
     (tmp_path / "manifest.json").write_text(json.dumps(old))
-    with pytest.raises(UserError, match="is of format 1, expected format 2: .* remove the folder and "
-                                        "extract"):
+    with pytest.raises(UserError, match=f"is of format 1, expected format 2: .*; remove {tmp_path} and "
+                                        "run the stage hidden_states again"):
         Manifest.read(tmp_path)

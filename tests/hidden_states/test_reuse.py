@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from stored_states import SAMPLES, contents, equal, extract, make
-from tiny import copied, states_of
+from stored_states import SAMPLES, change, contents, equal, extract, flip, make, remount
+from tiny import copied, manifest_of, states_of
 
 from trainer.errors import UserError
 from trainer.hidden_states.base import Manifest
@@ -105,8 +106,31 @@ def test_a_folder_from_elsewhere_must_fit(tiny_target: Target, tmp_path: Path) -
         shutil.rmtree(here, ignore_errors=True)
         extract(make("offline", target, list(layers), path=str(there)), here)
 
-    with pytest.raises(UserError, match=f"hidden_states.path={there} does not exist"):
+    with pytest.raises(UserError, match=f"^hidden_states.path={there} is no folder: expected .*, found "
+                                        "nothing that can be reached; check the path$"):
         adopt()
+    there.parent.mkdir()
+    there.write_text("")
+    for told in (adopt, make("offline", tiny_target, [1, 2], path=str(there)).preflight):  # also beforehand
+        with pytest.raises(UserError, match=f"^hidden_states.path={there} is no folder: expected .*, found a "
+                                            "file;"):
+            told()
+    there.unlink()
+    there.mkdir()
+    with pytest.raises(UserError, match=rf"manifest.json is missing or not readable \(No such file or "
+                                        rf"directory\); expected .*: its files are those of {there}: leave "
+                                        "hidden_states.path out"):
+        adopt()
+    manifest_of(tiny_target, [1, 2]).write(there)
+    with pytest.raises(UserError, match=f"^hidden_states.path={there} lacks 5 of the 5 samples of this run "
+                                        r"\(s0, s1, s2, \.\.\.\)"):
+        adopt()
+    path = Manifest.path(there)
+    path.write_text(path.read_text().replace('"format": 2', '"format": 3'))
+    with pytest.raises(UserError, match="is of format 3, expected format 2: other formats are not read; its "
+                                        f"files are those of {there}: leave"):
+        adopt()
+    path.unlink()
     finished(tiny_target, there, [1, 2], SAMPLES[1:])
     with pytest.raises(UserError, match=r"lacks 1 of the 5 samples of this run \(s0\).*responses=stored"):
         adopt()
@@ -121,3 +145,43 @@ def test_a_folder_from_elsewhere_must_fit(tiny_target: Target, tmp_path: Path) -
     (there / "manifest.json").unlink()
     with pytest.raises(UserError, match="manifest.json is missing or not readable"):
         adopt()
+
+
+def test_a_read_only_folder_from_elsewhere(tiny_target: Target, tmp_path: Path, disk: Path) -> None:
+    """Nothing is locked or written there."""
+    remount(disk, "size=1m")
+    finished(tiny_target, disk / "states", [1, 2])
+    remount(disk, "ro")
+    finished(tiny_target, tmp_path / "here/states", [1, 2], path=str(disk / "states"))
+    check(tiny_target, tmp_path / "here/states", [1, 2])
+
+
+def test_a_folder_that_came_without_the_one_it_links_to(tiny_target: Target, tmp_path: Path) -> None:
+    finished(tiny_target, tmp_path / "states/one", [1, 2, 3])
+    finished(tiny_target, tmp_path / "states/two", [1, 2])
+    shutil.copytree(tmp_path / "states/two", tmp_path / "alone/two", symlinks=True)
+    with pytest.raises(UserError, match=rf"{tmp_path}/alone/two/manifest.json is missing or not readable "
+                                        rf"\(No such file or directory\); .* its files are those of "
+                                        f"{tmp_path}/alone/one: "):
+        check(tiny_target, tmp_path / "alone/two", [1, 2])
+    shutil.copytree(tmp_path / "states/two", tmp_path / "copied/two")  # what the links lead to
+    check(tiny_target, tmp_path / "copied/two", [1, 2])
+
+
+def test_damage_is_said_to_be_where_it_is(tiny_target: Target, tmp_path: Path) -> None:
+    """Removing the folder of links alone would bring it back."""
+    finished(tiny_target, tmp_path / "there/states", [1, 2])
+    finished(tiny_target, tmp_path / "here/states", [1, 2], path=str(tmp_path / "there/states"))
+    change(tmp_path / "there/states", "s2", "layer 2", flip())
+    with pytest.raises(UserError, match=f"^{tmp_path}/here/states/shard-00000.bin, sample s2: section 'layer "
+                                        f"2' is damaged: .*; its files are those of {tmp_path}/there/states"):
+        check(tiny_target, tmp_path / "here/states", [1, 2])
+
+
+def test_a_damaged_folder_beside_is_not_taken(tiny_target: Target, tmp_path: Path,
+                                              capsys: pytest.CaptureFixture[str]) -> None:
+    finished(tiny_target, tmp_path / "states/one", [1, 2, 3])
+    os.truncate(tmp_path / "states/one/shard-00000.bin", 100)
+    assert finished(tiny_target, tmp_path / "states/two", [1, 2])["reused"] is None
+    assert "states/one/shard-00000.bin is truncated: expected at least" in capsys.readouterr().out
+    check(tiny_target, tmp_path / "states/two", [1, 2])

@@ -51,8 +51,13 @@ def test_the_answer_has_a_bare_name_and_the_facts(found: dict[str, Any]) -> None
     assert all(len(name) == 44 and "/" not in name for name in names)
     facts = found["rows"][0]["facts"]
     assert {name: facts[name] for name in facts if name not in ("file", "rows")} == {
-        "format": 1, "layers": [1, 3], "hidden_size": 64, "dtype": "float32", "model_layers": 3,
-        "vocabulary": 320}
+        "format": 2, "layers": [1, 3], "hidden_size": 64, "dtype": "float32", "model_layers": 3,
+        "vocabulary": 320, "max_num_seqs": 2, "prefix_caching": False}
+    assert found["with prefix caching"] is True
+
+
+def test_a_name_begins_with_its_reader_and_nothing_else_of_the_request(found: dict[str, Any]) -> None:
+    assert found["whose"] == ["89abcdef", "89abcdef", *["00000000"] * 6] and found["all different"]
 
 
 def test_one_worker_writes(found: dict[str, Any]) -> None:
@@ -69,6 +74,7 @@ def test_a_failed_write_is_told_and_its_blocks_are_given_back(found: dict[str, A
 def test_what_nobody_fetched_is_removed(found: dict[str, Any]) -> None:
     young = f"{1:032x}.safetensors.partial"
     assert found["kept at the start"] == [young, "notes.safetensors"], "only old files, and only ours"
+    assert found["stale file in between"] is True and found["stale file after a while"] is False
     assert found["kept at the end"] == [young, "notes.safetensors"], "only what this server wrote"
     assert found["partial files"] == []
 

@@ -10,15 +10,14 @@ import os
 import random
 import resource
 import signal
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from forks import FORKS
-from stored_states import contents, equal, random_states
+from stored_states import LAYERS, contents, equal, extract, index_of, make, random_states, remount
+from tiny import random_samples, states_of
 from written_states import CODEC, MANIFEST, MANY, SAMPLES, SHARD_BYTES, append_all, check
 
 from trainer.errors import UserError
@@ -27,6 +26,7 @@ from trainer.hidden_states.base import Manifest
 from trainer.hidden_states.index import index_path
 from trainer.hidden_states.reader import ShardReader
 from trainer.hidden_states.writer import ShardWriter
+from trainer.target import Target
 
 
 class Dying:
@@ -94,6 +94,47 @@ def test_a_killed_writer_loses_nothing_that_was_committed(tmp_path: Path, unbrok
     append_all(folder)
     assert contents(folder) == unbroken
     check(folder, SAMPLES)
+
+
+ANSWERS = random_samples([9 + number % 13 for number in range(45)], prompt=4, seed=6)
+
+
+def stage(target: Target) -> Any:
+    return make("offline", target, LAYERS, runtime={"shard_gib": 60_000 / (1 << 30), "commit_tokens": 1})
+
+
+def extract_and_die(target: Target, folder: Path, calls: int, share: float) -> None:
+    torch.set_num_threads(1)
+    writer.os = base.os = Dying(calls, share)  # type: ignore[assignment]
+    extract(stage(target), folder, ANSWERS)
+
+
+def test_an_extraction_killed_again_and_again_ends_with_the_same_bytes(tiny_target: Target,
+                                                                       tmp_path: Path) -> None:
+    """The stage itself, with its engine, killed at 20 random points before it is left alone. What was once
+    committed is there after every death."""
+    extract(stage(tiny_target), tmp_path / "whole/states", ANSWERS)
+    folder, draw = tmp_path / "parts/states", random.Random(0)
+    folder.mkdir(parents=True)
+    expected = dict(zip(ANSWERS, states_of(tiny_target, ANSWERS, LAYERS), strict=True))
+    before = 0
+    for _ in range(20):
+        process = FORKS.Process(target=extract_and_die,
+                                args=(tiny_target, folder, draw.randrange(3, 26), draw.random()))
+        process.start()
+        process.join(60)
+        assert process.exitcode == -signal.SIGKILL
+        if not Manifest.path(folder).exists():
+            continue
+        committed = [sample for sample in ANSWERS if index_of(folder).find(sample.id)]
+        assert len(committed) >= before
+        before, reader = len(committed), ShardReader(folder, verify="always")
+        for sample in committed:
+            state = reader.codec.roundtrip(expected[sample], sample.loss_mask)
+            assert equal(reader.get(sample), state), sample.id
+    assert 0 < before < len(ANSWERS), "it was stopped on its way"
+    extract(stage(tiny_target), folder, ANSWERS)
+    assert contents(folder) == contents(tmp_path / "whole/states")
 
 
 # readers at the same time
@@ -166,24 +207,6 @@ def test_a_file_that_may_not_grow_leaves_what_was_committed(tmp_path: Path, unbr
     check(folder, stored)
     append_all(folder)
     assert contents(folder) == unbroken
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, of 100 kB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(folder)],
-                      capture_output=True).returncode:
-        pytest.skip("a small file system can be mounted by root alone")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-def remount(folder: Path, *options: str) -> None:
-    subprocess.run(["mount", "-o", ",".join(["remount", *options]), str(folder)], check=True)
 
 
 def test_a_full_disk_leaves_what_was_committed(disk: Path, tmp_path: Path) -> None:

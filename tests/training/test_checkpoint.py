@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,18 +75,48 @@ def test_a_step_that_is_saved_again_replaces_the_old_one(tmp_path: Path) -> None
     assert checkpoint.load(saved, again, fresh)["tokens"] == 99
 
 
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-20] ^= 1
+    path.write_bytes(data)
+
+
 @pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.safetensors", "state.json"])
-@pytest.mark.parametrize("damage", ["cut", "gone", "empty"])
-def test_a_damaged_checkpoint_is_named(tmp_path: Path, name: str, damage: str) -> None:
-    saved, model, optimizer = save(tmp_path)
-    path = saved.folder / name
-    content = path.read_bytes()
-    path.unlink()
-    if damage != "gone":
-        path.write_bytes(content[:-8] if damage == "cut" else b"")
-    with pytest.raises(UserError, match=f"checkpoint {saved.folder} is damaged .*remove it") as caught:
-        checkpoint.load(saved, model, optimizer)
-    assert "\n" not in str(caught.value)
+@pytest.mark.parametrize("damage", [cut, flip, Path.unlink, lambda path: path.write_bytes(b"")])
+def test_a_damaged_checkpoint_is_told_and_the_one_before_taken(tmp_path: Path, name: str, damage: Any,
+                                                               capsys: pytest.CaptureFixture) -> None:
+    one, two = save(tmp_path, 7, keep=3)[0], save(tmp_path, 9, keep=3)[0]
+    assert checkpoint.newest(tmp_path) == two
+    damage(two.folder / name)
+    assert checkpoint.newest(tmp_path) == one
+    said = capsys.readouterr().out
+    assert said.startswith(f"train: {two.folder / name} ") and said.count("\n") == 1
+    assert "step_000009.damaged, and an earlier one taken" in said
+    assert checkpoint.newest(tmp_path) == one and not capsys.readouterr().out, "told once"
+    assert save(tmp_path, 9, keep=1)[0] == checkpoint.newest(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000009"]
+    damage(two.folder / name)
+    assert checkpoint.newest(tmp_path) is None
+
+
+def test_a_checkpoint_without_checksums_is_not_taken(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    saved = save(tmp_path, 7)[0]
+    (saved.folder / "state.json").write_text('{"step": 7}')
+    assert checkpoint.newest(tmp_path) is None
+    assert "state.json names no checksums" in capsys.readouterr().out
+
+
+def test_a_checkpoint_has_the_mode_of_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        saved = save(tmp_path, 7)[0]
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in saved.folder.iterdir()} == {0o644}
 
 
 def test_weights_of_another_drafter_are_refused(tmp_path: Path) -> None:
@@ -102,17 +134,15 @@ def test_weights_of_another_drafter_are_refused(tmp_path: Path) -> None:
 
 
 
-
-
-def test_a_log_is_cut_to_where_training_goes_on(tmp_path: Path) -> None:
+def test_a_log_begins_with_the_lines_of_the_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
-    log = Log(path, 0, None)
+    log = Log(path, [], None)
     for step in (10, 20, 30):
         log.write({"step": step, "loss": 1.0 / step})
     log.close()
-    with path.open("a") as file:
-        file.write('{"step": 40, "lo')
-    again = Log(path, 20, None)
+    path.write_text(path.read_text().replace("0.05", "0.06") + '{"step": 40, "lo')
+    again = Log(path, log.lines[:2], None)
     again.write({"step": 25})
     again.close()
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [10, 20, 25]
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines == again.lines == [{"step": 10, "loss": 0.1}, {"step": 20, "loss": 0.05}, {"step": 25}]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,12 @@ from safetensors.torch import load_file
 from tiny import OFFLINE, copied, finished_inputs, make_dflash, objective, random_samples, write_responses
 
 from trainer.errors import UserError
-from trainer.hidden_states.offline import Offline
+from trainer.hidden_states.offline import Offline, OfflineRuntime
 from trainer.records import Sample
 from trainer.target import Target
 from trainer.training.build import load_trained
 from trainer.training.rows import Rows
-from trainer.training.stage import Train
+from trainer.training.stage import Train, TrainRuntime
 
 CONF = Path(__file__).parents[2] / "conf"
 SAMPLES = [Sample(sample.id, sample.tokens, sample.loss_mask) for sample in
@@ -39,8 +40,7 @@ def node(group: str, name: str, **changes: Any) -> dict[str, Any]:
 
 def stage(target: Target, optimizer: str = "adamw", **changes: Any) -> Train:
     """Two epochs and a half; a checkpoint every third step, a line of the log every second."""
-    runtime = {"device": "cpu", "checkpoint_every": 3, "keep_checkpoints": 2, "log_every": 2,
-               "wandb_project": None}
+    runtime = TrainRuntime("cpu", checkpoint_every=3, keep_checkpoints=2, log_every=2, wandb_project=None)
     kind = get_class(yaml.safe_load((CONF / f"optimizer/{optimizer}.yaml").read_text())["_target_"])
     known = partial(kind, **node("optimizer", optimizer, lr=3e-3))
     settings = {"target": target, "drafter": make_dflash(anchors=16, layers=1), "source": OFFLINE,
@@ -79,13 +79,32 @@ def check_equal(one: Path, two: Path) -> None:
     assert (one / "token_counts.safetensors").read_bytes() == (two / "token_counts.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"optimizer": partial(torch.optim.AdamW, lr=-1.0)}, "not take its settings: Invalid learning rate: -1"),
+    ({"drafter": make_dflash(start_layers=[0, 3])}, "start_layers names layer 3, but tiny has 3 layers"),
+    ({"runtime": TrainRuntime("cuda:99", 1, 1, 1, None)}, "train.runtime.device=cuda:99, but PyTorch finds")])
+def test_what_cannot_be_trained_is_said_before_any_stage_runs(target: Target, changes: dict[str, Any],
+                                                              said: str) -> None:
+    stage(target).preflight()
+    with pytest.raises(UserError, match=said):
+        replace(stage(target), **changes).preflight()
+    with pytest.raises(UserError, match="target.mask_token 'none' is not one of"):
+        stage(replace(target, mask_token="none")).preflight()
+
+
+def test_settings_of_the_drafter_are_judged_together(target: Target) -> None:
+    assert stage(target).check({}) == {}
+    found = stage(target, drafter=make_dflash(start_layers=[0])).check({})
+    assert list(found) == ["train.drafter.start_layers"]
+
+
 class Stopped(Offline):
     """Stops like a key press when states were asked for a given number of times."""
 
     left = 0
 
     def __init__(self, folder: Path, layers: Sequence[int]) -> None:
-        super().__init__(folder, layers, {"verify": "first", "ahead": 0})
+        super().__init__(folder, layers, OfflineRuntime("first", 0))
 
     def get(self, sample: Sample) -> Any:
         Stopped.left -= 1
@@ -170,6 +189,38 @@ def test_a_run_that_only_lacks_its_end_is_finished(target: Target, inputs: dict[
     assert made.read_bytes() == kept.read_bytes()
 
 
+def damaged(path: Path, kind: str) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 16
+    path.write_bytes(data[:-100] if kind == "cut" else data)
+    if kind == "gone":
+        path.unlink()
+
+
+@pytest.mark.parametrize(("kind", "name"), [("flipped", "weights.safetensors"), ("gone", "state.json"),
+                                            ("cut", "optimizer.safetensors")])
+def test_damaged_checkpoints_and_a_torn_log_change_nothing(target: Target, inputs: dict[str, Path],
+                                                           tmp_path: Path, kind: str, name: str,
+                                                           capsys: pytest.CaptureFixture[str]) -> None:
+    """The newest one first, then all: training takes the steps again, to the same bits."""
+    run(stage(target), inputs, tmp_path / "whole")
+    for steps in ("step_000009",), ("step_000006", "step_000009"):
+        Stopped.left, out = 60, tmp_path / str(len(steps))
+        with pytest.raises(KeyboardInterrupt):
+            run(stage(target, source=Stopped), inputs, out)
+        found = sorted(path.name for path in (out / "checkpoints").iterdir())
+        assert found == ["step_000006", "step_000009"]
+        for step in steps:
+            damaged(out / "checkpoints" / step / name, kind)
+        (out / "log.jsonl").write_text((out / "log.jsonl").read_text()[:-30])
+        capsys.readouterr()
+        run(stage(target), inputs, out)
+        said = capsys.readouterr().out
+        assert all(str(out / "checkpoints" / step / name) in said for step in steps)
+        assert ("going on after step 6 of 13" in said) == (len(steps) == 1)
+        check_equal(tmp_path / "whole", out)
+
+
 def test_training_learns_and_measures_held_out_samples(target: Target, inputs: dict[str, Path],
                                                        tmp_path: Path) -> None:
     record = run(stage(target, steps=40, heldout_every=20), inputs, tmp_path / "out")
@@ -202,7 +253,7 @@ def test_rows_are_a_function_of_their_number(target: Target, inputs: dict[str, P
 @pytest.mark.parametrize(("changes", "said"), [
     ({"drafter": make_dflash(tap_layers=[0, 2])},
      r"the drafter reads layers \[0, 2\] .* hold layers \[1, 2\]"),
-    ({"tokens": 40}, "a sample has 48 tokens but train.tokens is 40|a sample has 52 tokens"),
+    ({"tokens": 40}, "sample s4 has 52 tokens but train.tokens=40"),
     ({"epochs": 1, "steps": None, "accumulate": 50},
      "train.epochs=1 gives .* fewer than train.accumulate=50"),
     ({"drafter": make_dflash(anchors=16, objective=objective("ce", gamma=float("nan")))},
@@ -233,4 +284,27 @@ def test_training_goes_on_without_held_out_samples(target: Target, inputs: dict[
     assert "heldout_loss" not in record["final"] and record["final"]["loss"] > 0
 
 
+def test_a_held_out_sample_longer_than_a_row_is_told_before_the_first_step(target: Target,
+                                                                           inputs: dict[str, Path],
+                                                                           tmp_path: Path) -> None:
+    """Before the hidden states are there, even."""
+    longest = replace(random_samples((61,), seed=9)[0], id="held")
+    responses = write_responses(tmp_path / "responses", [*SAMPLES[:4], longest], heldout=1)
+    made = stage(target, tokens=60, heldout_every=1000)
+    with pytest.raises(UserError, match="sample held has 61 tokens but train.tokens=60"):
+        made.foresee({"responses": responses})
+    with pytest.raises(UserError, match="sample held has 61 tokens"):
+        run(made, {**inputs, "responses": responses}, tmp_path / "out")
+    assert not any((tmp_path / "out").iterdir())
+    stage(target, tokens=61).foresee({"responses": responses})
+    made.foresee({})
 
+
+def test_a_compile_is_announced(target: Target, inputs: dict[str, Path], tmp_path: Path,
+                                monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **settings: None)
+    run(stage(target, compile=True, steps=2), inputs, tmp_path / "out")
+    lines = capsys.readouterr().out.splitlines()
+    assert "compiling the drafter" in lines[0] and lines[1].startswith("train: 2/2 steps")
+    run(stage(target, steps=2), inputs, tmp_path / "other")
+    assert "compiling" not in capsys.readouterr().out

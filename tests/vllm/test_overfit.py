@@ -16,10 +16,11 @@ from pathlib import Path
 import pytest
 from vllm_support import small_server, vllm_python
 
-from trainer.__main__ import compose_configuration, main
+from trainer.__main__ import main
 from trainer._paths import find
 from trainer.architectures.dflash import DFlash
-from trainer.engines.transformers import TransformersEngine
+from trainer.compose import compose_configuration
+from trainer.engines.transformers import TransformersEngine, TransformersRuntime
 from trainer.evaluate.decode import Decoded, decode
 from trainer.evaluate.serving import Measurement, measure
 from trainer.export.formats import FORMATS
@@ -68,7 +69,7 @@ def learnt(tmp_path_factory: pytest.TempPathFactory) -> Learnt:
 def decoded_here(learnt: Learnt, folder: Path, form: str) -> Decoded:
     head = load_target_head(learnt.target.folder, learnt.target.config)
     drafter = DFlash.restore(FORMATS[form].read(folder), form, head)
-    engine = TransformersEngine("float32", 1, 0, 512, False, {"device": "cpu"})
+    engine = TransformersEngine("float32", 1, 0, 512, False, TransformersRuntime("cpu"))
     with engine.load(learnt.target.folder, learnt.target.end_ids):
         return decode(engine, drafter, learnt.prompt, K, TOKENS, learnt.target.end_ids)
 

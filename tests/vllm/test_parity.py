@@ -22,15 +22,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from vllm_support import vllm_python
 
-from trainer.__main__ import compose_configuration
 from trainer._paths import find
 from trainer.architectures.base import Drafter
-from trainer.engines.transformers import TransformersEngine
+from trainer.compose import compose_configuration
+from trainer.engines.transformers import TransformersEngine, TransformersRuntime
 from trainer.engines.vllm_installation import find_installation
 from trainer.export.formats import FORMATS, Serving
 from trainer.pipeline import build
 from trainer.target import Target
-from trainer.target_made import RandomLlama
+from trainer.target_made import Kept, RandomLlama
 from trainer.training.build import build_drafter
 
 pytestmark = pytest.mark.vllm
@@ -90,8 +90,8 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Target]:
     for name, choice in TARGETS.items():
         found[name] = build(compose_configuration([choice], find()).settings["target"])
     source = RandomLlama(hidden_size=64, layers=3, heads=2, key_value_heads=1, intermediate_size=128,
-                         vocab_size=320, tied=False, seed=7,
-                         runtime={"cache": str(tmp_path_factory.mktemp("cache"))})
+                         vocab_size=320, tied=False, seed=7, scale=0.2,
+                         runtime=Kept(str(tmp_path_factory.mktemp("cache"))))
     found["random"] = Target("random", source, "<|mask|>", [1, 2], {}, 512, False)
     return found
 
@@ -122,7 +122,7 @@ def answers(targets: dict[str, Target], tmp_path_factory: pytest.TempPathFactory
 def states(target: Target) -> dict[str, Tensor]:
     """A text, its last token the anchor, and the target's states after every number of layers before it."""
     tokens = target.tokenizer.encode(TEXT)[:48]
-    engine = TransformersEngine("float32", 1, 0, 512, False, {"device": "cpu"})
+    engine = TransformersEngine("float32", 1, 0, 512, False, TransformersRuntime("cpu"))
     count = target.config["num_hidden_layers"] + 1
     with engine.load(target.folder, target.end_ids):
         taps = next(engine.hidden_states([tokens], range(count))).taps[:-1]

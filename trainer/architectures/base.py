@@ -91,6 +91,16 @@ class Drafter(nn.Module, ABC):
         return copied
 
     @classmethod
+    @abstractmethod
+    def longest_draft(cls, **settings: Any) -> int:
+        """The `max_k` of a drafter with these settings (those of its YAML), which is not built for it."""
+
+    @classmethod
+    def check(cls, **settings: Any) -> dict[str, str]:
+        """By setting what is wrong with those that are right one by one, taken together."""
+        return {}
+
+    @classmethod
     def initial_layers(cls, **settings: Any) -> tuple[int, ...]:
         """0-based target layers whose weights the constructor wants in `DraftContext.layer_tensors`."""
         return ()

@@ -23,7 +23,8 @@ from trainer.architectures.geometry import geometry
 from trainer.architectures.layers import RMSNorm, Rotary
 from trainer.architectures.losses import CrossEntropy, Objective
 from trainer.architectures.vocabulary import counts_from
-from trainer.kernels.select import block_attention
+from trainer.kernels.select import BlockAttention, block_attention
+from trainer.ranges import Count, Layers, Seed, SequenceLength
 from trainer.records import Batch
 from trainer.target_head import TargetHead
 
@@ -44,10 +45,10 @@ class BlockDrafter(Anchored):
 
     first_slot: int = 1
 
-    def __init__(self, context: DraftContext, layers: int, block_size: int, anchors: int,
-                 tap_layers: Sequence[int], draft_vocab_size: int | None, intermediate_size: int | None,
-                 objective: Objective, start_layers: Sequence[int], loss_chunk: int, attention: str,
-                 seed: int) -> None:
+    def __init__(self, context: DraftContext, layers: Count, block_size: SequenceLength, anchors: Count,
+                 tap_layers: Layers, draft_vocab_size: Count | None, intermediate_size: Count | None,
+                 objective: Objective, start_layers: Sequence[int], loss_chunk: Count,
+                 attention: BlockAttention, seed: Seed) -> None:
         super().__init__(context, tap_layers, draft_vocab_size, objective, anchors, loss_chunk)
         self.block_size, self.max_k = block_size, block_size - self.first_slot
         self.mask_token_id = context.mask_token_id
@@ -78,9 +79,6 @@ class BlockDrafter(Anchored):
         self.norm.weight.data.copy_(context.head.norm.float() + context.head.norm_offset)
         if not start_layers:
             return
-        if len(start_layers) != len(self.layers):
-            raise ValueError(f"drafter.start_layers {list(start_layers)} must name one target layer for each "
-                             f"of the {len(self.layers)} draft layers, or none")
         offset = context.head.norm_offset  # of the norms, whose weights are the only vectors
         tensors = [{name: tensor.float() + offset if tensor.ndim == 1 else tensor
                     for name, tensor in context.layer_tensors[index].items()} for index in start_layers]
@@ -92,6 +90,17 @@ class BlockDrafter(Anchored):
             self.fc.weight.mul_(0.1)
             if self.head.hidden_size == self.geometry["hidden_size"]:
                 self.fc.weight[:, -self.head.hidden_size:] += torch.eye(self.head.hidden_size)
+
+    @classmethod
+    def longest_draft(cls, **settings: Any) -> int:
+        return settings["block_size"] - cls.first_slot
+
+    @classmethod
+    def check(cls, **settings: Any) -> dict[str, str]:
+        given, layers = settings["start_layers"], settings["layers"]
+        return {} if len(given) in (0, layers) else {
+            "start_layers": f"must name one target layer for each of the {layers} draft layers, or none, but "
+                            f"is {list(given)}"}
 
     @classmethod
     def initial_layers(cls, **settings: Any) -> tuple[int, ...]:

@@ -19,9 +19,9 @@ from trainer.architectures.base import DraftContext, Exported
 from trainer.architectures.block_drafter import BlockContext, BlockDrafter
 from trainer.architectures.block_layers import BlockLayer
 from trainer.architectures.losses import Objective
+from trainer.kernels.select import BlockAttention
+from trainer.ranges import Count, Layers, NotNegative, Seed, SequenceLength
 from trainer.target_head import TargetHead
-
-UNCHOSEN = -1e30  # logit of a token that is no candidate
 
 
 class GroupedConv(nn.Module):
@@ -90,11 +90,11 @@ class DFlash2(BlockDrafter):
     method = "dflash"
     extra_terms = ("selector",)
 
-    def __init__(self, context: DraftContext, layers: int, block_size: int, anchors: int,
-                 tap_layers: Sequence[int], intermediate_size: int | None, objective: Objective,
-                 start_layers: Sequence[int], loss_chunk: int, attention: str, seed: int,
-                 conv_kernel_size: int, conv_group_size: int, selector_rank: int, selector_top_k: int,
-                 selector_weight: float) -> None:
+    def __init__(self, context: DraftContext, layers: Count, block_size: SequenceLength, anchors: Count,
+                 tap_layers: Layers, intermediate_size: Count | None, objective: Objective,
+                 start_layers: Sequence[int], loss_chunk: Count, attention: BlockAttention, seed: Seed,
+                 conv_kernel_size: Count, conv_group_size: Count, selector_rank: Count, selector_top_k: Count,
+                 selector_weight: NotNegative) -> None:
         if context.config["hidden_size"] % conv_group_size:
             raise ValueError(f"drafter.conv_group_size={conv_group_size} must divide the hidden size "
                              f"{context.config['hidden_size']}")
@@ -139,11 +139,12 @@ class DFlash2(BlockDrafter):
 
     @torch.no_grad()
     def draft_logits(self, context: BlockContext, anchor: int, length: int) -> Tensor:
+        """Tokens that are no candidates come after all that are."""
         hidden = self.block(context, anchor, length)
         found = []
         for row, logits in zip(hidden[:, None], self.vocabulary.logits(hidden)[:, None], strict=True):
             candidates, scores = self.scores(row, logits, torch.tensor([anchor], device=row.device))
-            found.append(torch.full_like(logits, UNCHOSEN).scatter(-1, candidates, scores)[0])
+            found.append(torch.minimum(logits, scores.min() - 1.0).scatter(-1, candidates, scores)[0])
             anchor = int(found[-1].argmax())
         return torch.stack(found)
 

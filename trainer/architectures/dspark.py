@@ -19,6 +19,8 @@ from torch.nn import functional as F
 from trainer.architectures.base import DraftContext, Exported
 from trainer.architectures.block_drafter import BlockContext, BlockDrafter
 from trainer.architectures.losses import Objective, overlap
+from trainer.kernels.select import BlockAttention
+from trainer.ranges import Count, Layers, NotNegative, Seed, SequenceLength
 from trainer.target_head import TargetHead
 
 
@@ -56,10 +58,11 @@ class DSpark(BlockDrafter):
     method = "dspark"
     extra_terms = ("confidence",)
 
-    def __init__(self, context: DraftContext, layers: int, block_size: int, anchors: int,
-                 tap_layers: Sequence[int], draft_vocab_size: int | None, intermediate_size: int | None,
-                 objective: Objective, start_layers: Sequence[int], loss_chunk: int, attention: str,
-                 seed: int, sample_from_anchor: bool, markov_rank: int, confidence_weight: float) -> None:
+    def __init__(self, context: DraftContext, layers: Count, block_size: SequenceLength, anchors: Count,
+                 tap_layers: Layers, draft_vocab_size: Count | None, intermediate_size: Count | None,
+                 objective: Objective, start_layers: Sequence[int], loss_chunk: Count,
+                 attention: BlockAttention, seed: Seed, sample_from_anchor: bool, markov_rank: Count,
+                 confidence_weight: NotNegative) -> None:
         self.first_slot = 0 if sample_from_anchor else 1
         super().__init__(context, layers, block_size, anchors, tap_layers, draft_vocab_size,
                          intermediate_size, objective, start_layers, loss_chunk, attention, seed)
@@ -69,6 +72,10 @@ class DSpark(BlockDrafter):
             torch.manual_seed(seed + 1)
             self.markov_head = MarkovHead(self.head.vocab_size, self.vocabulary.ids.numel(), markov_rank)
         self.confidence_head = ConfidenceHead(self.geometry["hidden_size"] + markov_rank)
+
+    @classmethod
+    def longest_draft(cls, **settings: Any) -> int:
+        return settings["block_size"] - (0 if settings["sample_from_anchor"] else 1)
 
     def row_logits(self, hidden: Tensor, previous: Tensor) -> Tensor:
         return self.vocabulary.logits(hidden) + self.markov_head(previous)

@@ -25,7 +25,8 @@ from trainer.architectures.geometry import geometry
 from trainer.architectures.layers import GatedMLP, RMSNorm, Rotary, rotate
 from trainer.architectures.losses import CrossEntropy, Objective
 from trainer.architectures.vocabulary import counts_from
-from trainer.kernels.select import block_attention
+from trainer.kernels.select import BlockAttention, block_attention
+from trainer.ranges import Count, Layers, Seed
 from trainer.records import Batch
 from trainer.target_head import TargetHead
 
@@ -50,14 +51,12 @@ class Eagle3(Anchored):
     method = "eagle3"
     first_anchor = 1  # its pair has the feature of the token before
 
-    def __init__(self, context: DraftContext, layers: int, steps: int, anchors: int | None,
-                 tap_layers: Sequence[int], draft_vocab_size: int | None, intermediate_size: int | None,
+    def __init__(self, context: DraftContext, layers: Count, steps: Count, anchors: Count | None,
+                 tap_layers: Layers, draft_vocab_size: Count | None, intermediate_size: Count | None,
                  style: Literal["llama", "qwen3"], norm_before_residual: bool, norm_before_fc: bool,
-                 fc_norm: bool, norm_output: bool, objective: Objective, loss_chunk: int, attention: str,
-                 seed: int) -> None:
+                 fc_norm: bool, norm_output: bool, objective: Objective, loss_chunk: Count,
+                 attention: BlockAttention, seed: Seed) -> None:
         super().__init__(context, tap_layers, draft_vocab_size, objective, anchors, loss_chunk)
-        if norm_before_fc and fc_norm:
-            raise ValueError("drafter.norm_before_fc and drafter.fc_norm both norm what fc reads; set one")
         self.max_k = self.steps = steps
         self.flags = {"norm_before_residual": norm_before_residual, "norm_before_fc": norm_before_fc,
                       "fc_norm": fc_norm, "norm_output": norm_output}
@@ -82,6 +81,15 @@ class Eagle3(Anchored):
                 if isinstance(module, nn.Linear):
                     nn.init.normal_(module.weight, std=0.02)
         self.norm.weight.data.copy_(context.head.norm.float() + context.head.norm_offset)
+
+    @classmethod
+    def longest_draft(cls, **settings: Any) -> int:
+        return settings["steps"]
+
+    @classmethod
+    def check(cls, **settings: Any) -> dict[str, str]:
+        return {"fc_norm": "must be false beside norm_before_fc, since both norm what fc reads, but is true"} \
+            if settings["fc_norm"] and settings["norm_before_fc"] else {}
 
     def features(self, taps: Tensor) -> Tensor:
         """g [T, H] of taps [T, layers * hidden] in any dtype."""

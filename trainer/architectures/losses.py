@@ -10,11 +10,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from trainer.ranges import Filled, NotNegative, Positive, Share
 
 SMALLEST = 1e-5  # overlaps below it have no useful logarithm
 
@@ -23,7 +25,7 @@ SMALLEST = 1e-5  # overlaps below it have no useful logarithm
 class Term(ABC):
     """One loss of a position; `weight` is its factor in the objective."""
 
-    weight: float = 1.0
+    weight: NotNegative = 1.0
 
     name: ClassVar[str]
     needs_teacher: ClassVar[bool] = True  # False: it reads the token that came, not the target's distribution
@@ -76,7 +78,7 @@ class LK(Term):
     """lam KL + (1 - lam)(1 - alpha), lam = exp(-eta alpha) without gradient: KL while the distributions are
     far apart, acceptance itself when they are near (arXiv 2602.23881)."""
 
-    eta: float = 3.0
+    eta: NotNegative = 3.0
 
     name: ClassVar[str] = "lk"
 
@@ -107,7 +109,7 @@ class Exponential(PositionWeights):
     """exp(-k / gamma) for position k; `gamma` null weighs all alike. A factor d a step is gamma = -1 / ln d
     (EAGLE's 0.8 is 4.48)."""
 
-    gamma: float | None
+    gamma: Positive | None
 
     def __call__(self, counted: Tensor, cross_entropy: Tensor | None) -> Tensor:
         if self.gamma is None:
@@ -121,7 +123,7 @@ class DPace(PositionWeights):
     """Each position's share in a smooth surrogate of the expected accepted length (D-PACE, arXiv 2605.18810):
     r_k = (1 - a) exp(-CE_k) + a, w_k = sum over j >= k of the product of r_1..r_j; a is `smoothing`."""
 
-    smoothing: float = 0.5
+    smoothing: Share = 0.5
 
     needs_cross_entropy: ClassVar[bool] = True
 
@@ -136,7 +138,7 @@ class DPace(PositionWeights):
 class Objective:
     """The weighted terms of a position, and the weights of positions."""
 
-    terms: Sequence[Term]
+    terms: Annotated[Sequence[Term], Filled()]
     positions: PositionWeights = field(default_factory=lambda: Exponential(None))
 
     def __post_init__(self) -> None:

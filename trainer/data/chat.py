@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich.text import Text
+
 from trainer.errors import UserError
 
 Message = dict[str, Any]
@@ -80,15 +82,13 @@ class Chat:
         return next((index + 1 for index in range(start, len(ids)) if ids[index] in self.end_ids), len(ids))
 
 
-def coloured(tokenizer: Any, tokens: Sequence[int], mask: Sequence[bool]) -> str:
-    """The row as text with rich markup: what is supervised is green; markup in it is escaped."""
-    from rich.markup import escape
-
-    parts: list[str] = []
+def coloured(tokenizer: Any, tokens: Sequence[int], mask: Sequence[bool]) -> Text:
+    """The row as it is, what is supervised in green."""
+    shown = Text()
     start = 0
     for index in range(1, len(tokens) + 1):
         if index == len(tokens) or mask[index] != mask[start]:
-            text = escape(tokenizer.decode(list(tokens[start:index]), skip_special_tokens=False))
-            parts.append(f"[bold green]{text}[/]" if mask[start] else f"[dim]{text}[/]")
+            shown.append(tokenizer.decode(list(tokens[start:index]), skip_special_tokens=False),
+                         style="bold green" if mask[start] else "dim")
             start = index
-    return "".join(parts)
+    return shown

@@ -1,8 +1,8 @@
 """Samples -> packed rows of at most `tokens` tokens, in an order that is a pure function of seed and epoch.
 
 Samples are shuffled, then packed first-fit within a window of open rows: nothing is padded, attention and
-anchors never cross a sample (`Batch.document`). Samples longer than a row are refused when the plan is made,
-not at a step. """
+anchors never cross a sample (`Batch.document`). Samples longer than a row are for `require_fit` to refuse,
+long before a step. """
 
 from __future__ import annotations
 
@@ -23,12 +23,19 @@ def seed_of(*parts: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little") >> 2
 
 
+def require_fit(samples: Sequence[Sample], tokens: int) -> None:
+    """Raises UserError when a sample, the longest is named, is longer than a packed row."""
+    longest = max(samples, key=lambda sample: len(sample.tokens))
+    length = len(longest.tokens)
+    if length > tokens:
+        raise UserError(f"sample {longest.id} has {length} tokens but train.tokens={tokens}, the length of a "
+                        f"packed row; set train.tokens={length} or more, or have shorter answers "
+                        "(responses.sampling.max_new_tokens, or responses.max_length for given ones)")
+
+
 def plan_epoch(lengths: Sequence[int], tokens: int, seed: int, epoch: int) -> list[list[int]]:
-    """Rows of one epoch as lists of sample indices."""
-    longest = max(lengths)
-    if longest > tokens:
-        raise UserError(f"a sample has {longest} tokens but train.tokens is {tokens}; raise it, or lower "
-                        f"responses.sampling.max_new_tokens")
+    """Rows of one epoch as lists of sample indices; no length may exceed `tokens`."""
+    assert max(lengths) <= tokens, f"a sample of {max(lengths)} tokens does not fit into {tokens}"
     generator = torch.Generator().manual_seed(seed_of(seed, "order", epoch))
     order = torch.randperm(len(lengths), generator=generator)
     rows: list[list[int]] = []

@@ -1,7 +1,8 @@
 """Stage `prompts`: a source of conversations -> `prompts.jsonl`, each row marked `train` or `heldout`.
 
 Rows are read whole, checked, and refused with file and line; nothing is repaired. A source may bring its own
-split; otherwise `heldout` rows are taken by the hash of their text, so that adding rows moves few others. """
+split; otherwise `heldout` rows are taken by the hash of their text, so that adding rows moves few others. A
+text that is held out is in no training prompt, whatever the source says. """
 
 from __future__ import annotations
 
@@ -14,11 +15,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from trainer.data.prompt_rows import Row, parse_all, parse_object, parse_row
 from trainer.errors import UserError
 from trainer.pipeline import Stage
+from trainer.ranges import Amount, Count
 from trainer.records import Prompt
 
-Row = tuple[Prompt, str | None]  # a prompt and, where the source says so, its split
+Text = tuple[str, tuple[str, ...]]  # what is asked: system text and turns
 
 
 class PromptSource(ABC):
@@ -48,8 +51,8 @@ class Jsonl(PromptSource):
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"prompts.source.path {self.path} cannot be read ({error}); give a UTF-8 JSONL "
                             f"file") from error
-        rows = [parse_row(line, f"{self.path}, line {number}", number)
-                for number, line in enumerate(lines, 1) if line.strip()]
+        rows = parse_all(((number, line) for number, line in enumerate(lines, 1) if line.strip()),
+                         f"{self.path}, line", parse_row)
         if not rows:
             raise UserError(f"prompts.source.path {self.path} holds no prompt; give one JSON object a line "
                             f'with "turns" or "messages"')
@@ -102,8 +105,8 @@ class Datasets(PromptSource):
         if self.column not in table.column_names:
             raise UserError(f"prompts.source.column {self.column} is not in {self.name}; it has "
                             f"{', '.join(table.column_names)}")
-        return [parse_object(_as_row(value), f"{self.name}, row {number}", number)
-                for number, value in enumerate(table[self.column], 1)]
+        return parse_all(((number, _as_row(value)) for number, value in enumerate(table[self.column], 1)),
+                         f"{self.name}, row", parse_object)
 
     def fingerprint(self) -> str:
         folder = Path(self.name).expanduser()
@@ -118,12 +121,12 @@ class Datasets(PromptSource):
 
 @dataclass(frozen=True)
 class Prompts(Stage):
-    """`limit` takes the first rows of the training part (null: all); `heldout` rows are kept from training,
-    of which as many must exist."""
+    """`limit` takes the first rows of the training part (null: all); `heldout` different texts are kept from
+    training. Repeated texts are counted and named."""
 
     source: PromptSource
-    limit: int | None
-    heldout: int
+    limit: Count | None
+    heldout: Amount
 
     after: ClassVar[tuple[str, ...]] = ()
     version: ClassVar[int] = 1
@@ -132,26 +135,42 @@ class Prompts(Stage):
         return {"source": self.source.fingerprint()}
 
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
-        rows = _unique(self.source.rows())
+        rows = self.source.rows()
         train, heldout = split(rows, self.heldout)
+        if not train[:self.limit]:
+            raise UserError(self._nothing_left(rows))
+        repeats = _repeats(rows, heldout)
         train = train[:self.limit]
-        if not train:
-            key = "limit" if self.limit == 0 else "heldout"
-            raise UserError(f"prompts.{key}={getattr(self, key)} leaves nothing to train on: the source has "
-                            f"{len(rows)} different prompts; change it")
         with (out / "prompts.jsonl").open("w", encoding="utf-8") as file:
             for name, part in (("train", train), ("heldout", heldout)):
                 for prompt in part:
                     file.write(json.dumps({**asdict(prompt), "split": name}, ensure_ascii=False) + "\n")
-        return {"train": len(train), "heldout": len(heldout),
+        return {"train": len(train), "heldout": len(heldout), **repeats,
                 "categories": dict(Counter(prompt.category for prompt in train)),
                 "languages": dict(Counter(prompt.language for prompt in train))}
+
+    def _nothing_left(self, rows: list[Row]) -> str:
+        """Why there is no training prompt, and what to do."""
+        if self.limit == 0:
+            return "prompts.limit=0 leaves nothing to train on; set it to null for all prompts"
+        if all(name == "heldout" for _, name in rows):
+            return (f'all {len(rows)} prompts of the source are marked "split": "heldout", which leaves '
+                    'nothing to train on; mark those to train on "train", or leave the mark out')
+        texts = len({_text(prompt) for prompt, _ in rows})
+        advice = "hold out fewer, for instance prompts.heldout=1" if texts > 1 else \
+            ("give more of them (prompts=jsonl prompts.source.path=FILE prompts.heldout=1), or hold out none "
+             "with prompts.heldout=0 and leave evaluate and report out of run=")
+        return (f"prompts.heldout={self.heldout} leaves nothing to train on: the source has {texts} "
+                f"different prompt{'s' if texts > 1 else ''}; {advice}")
 
 
 def read_prompts(folder: Path) -> list[tuple[Prompt, str]]:
     """The prompts of a finished stage with their split, in order."""
-    rows = []
-    for line in (folder / "prompts.jsonl").read_text(encoding="utf-8").split("\n")[:-1]:
+    rows, path = [], folder / "prompts.jsonl"
+    *lines, rest = path.read_text(encoding="utf-8").split("\n")
+    if rest:
+        raise UserError(f"{path} ends in the middle of a row; remove {folder} and run the same command again")
+    for line in lines:
         row = json.loads(line)
         name = row.pop("split")
         rows.append((Prompt(**{**row, "turns": tuple(row["turns"]), "answers": tuple(row["answers"])}), name))
@@ -159,14 +178,34 @@ def read_prompts(folder: Path) -> list[tuple[Prompt, str]]:
 
 
 def split(rows: list[Row], heldout: int) -> tuple[list[Prompt], list[Prompt]]:
-    """Training and held-out prompts. A split that the source gives is kept (held-out cut to `heldout`)."""
-    given = [prompt for prompt, name in rows if name == "heldout"]
+    """Training and held-out prompts. A split that the source gives is kept (held-out cut to `heldout`), but
+    for repeated texts: they are held out once, and then not trained on."""
+    given = _different([prompt for prompt, name in rows if name == "heldout"])
     free = [prompt for prompt, name in rows if name != "heldout"]
     if len(given) >= heldout:
-        return free, _spread(given, heldout)
-    chosen = {prompt.id for prompt in sorted(free, key=_text_hash)[:heldout - len(given)]}
-    return ([prompt for prompt in free if prompt.id not in chosen],
-            given + [prompt for prompt in free if prompt.id in chosen])
+        chosen = _spread(given, heldout)
+    else:
+        known = {_text(prompt) for prompt in given}
+        others = _different([prompt for prompt in free if _text(prompt) not in known])
+        picked = {prompt.id for prompt in sorted(others, key=_text_hash)[:heldout - len(given)]}
+        chosen = given + [prompt for prompt in others if prompt.id in picked]
+    texts = {_text(prompt) for prompt in chosen}
+    return [prompt for prompt in free if _text(prompt) not in texts], chosen
+
+
+def _repeats(rows: list[Row], heldout: list[Prompt]) -> dict[str, Any]:
+    """How many rows repeat the text of an earlier one, and which of them the held-out part crowds out."""
+    groups: dict[Text, list[str]] = {}
+    for prompt, _ in rows:
+        groups.setdefault(_text(prompt), []).append(prompt.id)
+    repeated = [" = ".join(group[:4]) for group in groups.values() if len(group) > 1]
+    out = [name for prompt in heldout for name in groups[_text(prompt)] if name != prompt.id]
+    count = len(rows) - len(groups)
+    if count:
+        more = "; ..." if len(repeated) > 5 else ""
+        print(f"prompts: {count} rows repeat the text of an earlier one ({'; '.join(repeated[:5])}{more}); "
+              f"{len(out)} are left out, as their text is held out", flush=True)
+    return {"repeated": count, "left_out": len(out), "left_out_ids": out[:20]}
 
 
 def _spread(prompts: list[Prompt], count: int) -> list[Prompt]:
@@ -181,58 +220,6 @@ def _spread(prompts: list[Prompt], count: int) -> list[Prompt]:
     return [prompt for prompt in prompts if prompt.id in kept]
 
 
-def parse_row(line: str, where: str, number: int) -> Row:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not valid JSON ({error.msg} at column {error.colno}); write one JSON "
-                        "object a line") from error
-    return parse_object(row, where, number)
-
-
-def parse_object(row: Any, where: str, number: int) -> Row:
-    """One row to a prompt; raises with `where` when it has neither usable `turns` nor `messages`."""
-    if not isinstance(row, dict) or not ("turns" in row or "messages" in row):
-        raise UserError(f'{where}: expected an object with "turns" or "messages", found {str(row)[:60]}')
-    system, answers = row.get("system"), row.get("answers", [])
-    if "messages" in row:
-        system, turns, answers = _from_messages(row["messages"], where)
-    else:
-        turns = row["turns"]
-    if not _are_texts(turns) or not turns or not all(turn.strip() for turn in turns):
-        raise UserError(f'{where}: "turns" must be a list of texts that are not empty, found '
-                        f'{str(turns)[:60]}')
-    if not _are_texts(answers):
-        raise UserError(f'{where}: "answers" must be a list of texts, found {str(answers)[:60]}')
-    if not isinstance(system, str | None):
-        raise UserError(f'{where}: "system" must be a text, found {str(system)[:60]}')
-    name = row.get("split")
-    if name not in (None, "train", "heldout"):
-        raise UserError(f'{where}: "split" must be "train" or "heldout", found {name!r}')
-    return Prompt(id=str(row.get("id", f"row-{number}")), turns=tuple(turns), system=system,
-                  category=row.get("category", "chat"), language=row.get("language", "en"),
-                  answers=tuple(answers)), name
-
-
-def _from_messages(messages: Any, where: str) -> tuple[str | None, list[str], list[str]]:
-    """OpenAI messages -> system text, user turns, given answers. User and assistant alternate."""
-    if not isinstance(messages, list) or not all(
-            isinstance(m, dict) and _are_texts([m.get("role"), m.get("content")]) for m in messages):
-        raise UserError(f'{where}: "messages" must be a list of objects with "role" and a text "content"')
-    system = messages[0]["content"] if messages and messages[0]["role"] == "system" else None
-    rest = messages[1:] if system is not None else messages
-    for index, message in enumerate(rest):
-        expected = "assistant" if index % 2 else "user"
-        if message["role"] != expected:
-            raise UserError(f'{where}: message {index + 1} has role {message["role"]!r}, expected '
-                            f"{expected!r}; user and assistant must alternate")
-    return system, [m["content"] for m in rest[::2]], [m["content"] for m in rest[1::2]]
-
-
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
-
-
 def _as_row(value: Any) -> Any:
     if isinstance(value, str):
         return {"turns": [value]}
@@ -241,14 +228,16 @@ def _as_row(value: Any) -> Any:
     return {"turns": value}
 
 
-def _unique(rows: Iterable[Row]) -> list[Row]:
-    """Refuses a repeated id: it would make two rows one in every later stage."""
-    found: dict[str, Row] = {}
-    for prompt, name in rows:
-        if prompt.id in found:
-            raise UserError(f"prompt id {prompt.id!r} occurs twice; ids must be unique, rename one of them")
-        found[prompt.id] = (prompt, name)
+def _different(prompts: Iterable[Prompt]) -> list[Prompt]:
+    """The first prompt of each text."""
+    found: dict[Text, Prompt] = {}
+    for prompt in prompts:
+        found.setdefault(_text(prompt), prompt)
     return list(found.values())
+
+
+def _text(prompt: Prompt) -> Text:
+    return prompt.system or "", prompt.turns
 
 
 def _text_hash(prompt: Prompt) -> str:

@@ -18,12 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from rich import print as rich_print
+from rich.text import Text
+
 from trainer.data.chat import Chat, coloured
 from trainer.data.prompts import read_prompts
 from trainer.engines.base import TargetEngine
 from trainer.errors import UserError
 from trainer.pipeline import Stage
 from trainer.progress import Progress
+from trainer.ranges import SequenceLength
 from trainer.records import Prompt, Sample, Sampling
 from trainer.target import Target
 
@@ -82,8 +86,7 @@ class Regenerate(Stage):
                         rows, seconds = self._answer(engine, group)
                         writer.append(rows)
                         tokens = sum(len(row["tokens"]) for row in rows)
-                        cut = sum(row["finish_reason"] == "length" for row in rows)
-                        bar.advance(len(rows), **{"tokens/s": tokens / max(seconds, 1e-6), "cut": cut})
+                        bar.advance(len(rows), **{"tokens/s": tokens / max(seconds, 1e-6)})
         return {**describe(list(writer.rows.values()), chat, sorted(dropped)),
                 "turns_without_room": total - len(writer.rows)}
 
@@ -98,8 +101,8 @@ class Regenerate(Stage):
                                     "it, or leave such prompts out with responses.too_long=drop")
                 dropped.add(prompt.id)
         if len(dropped) == len(prompts):
-            raise UserError(f"all {len(prompts)} prompts are longer than "
-                            f"target_engine.max_length={self.engine.max_length}; raise it")
+            raise UserError(f"all {len(prompts)} prompts are longer than target_engine.max_length="
+                            f"{self.engine.max_length}; raise target.max_length, which sets it")
         return dropped
 
     def _groups(self, chat: Chat, prompts: list[tuple[Prompt, str]], turn: int, done: dict[str, Row],
@@ -135,7 +138,7 @@ class AsGiven(Stage):
     """Keeps the answers that the data brings (off-policy); the mask comes from the chat template."""
 
     target: Target
-    max_length: int
+    max_length: SequenceLength
 
     after: ClassVar[tuple[str, ...]] = ("prompts",)
     version: ClassVar[int] = 1
@@ -154,7 +157,12 @@ class AsGiven(Stage):
         chat = Chat(self.target.tokenizer, self.target.template, self.target.end_ids)
         rows: list[Row] = []
         dropped = []
-        for prompt, name in read_prompts(inputs["prompts"]):
+        prompts = read_prompts(inputs["prompts"])
+        if not any(answer.strip() for prompt, _ in prompts for answer in prompt.answers):
+            raise UserError(f"the {len(prompts)} prompts bring no answer that is not empty; "
+                            'responses=as_given needs "answers" or assistant messages, responses=regenerate '
+                            "has the target answer")
+        for prompt, name in prompts:
             if len(prompt.answers) < len(prompt.turns):
                 raise UserError(f"prompt {prompt.id} has {len(prompt.turns)} turns but {len(prompt.answers)} "
                                 "answers; responses=as_given needs an answer to each, or use "
@@ -168,7 +176,7 @@ class AsGiven(Stage):
                              "finish_reason": "given"})
         if not rows:
             raise UserError(f"all {len(dropped)} conversations are longer than responses.max_length="
-                            f"{self.max_length}; raise it")
+                            f"{self.max_length}; raise target.max_length, which sets it")
         (out / RESPONSES).write_text("".join(json.dumps(row) + "\n" for row in rows))
         return describe(rows, chat, dropped)
 
@@ -268,23 +276,27 @@ def read_samples(folder: Path, split: str) -> list[Sample]:
 
 
 def describe(rows: list[Row], chat: Chat, dropped: list[str]) -> dict[str, Any]:
-    """The numbers of the stage's record; prints the supervised share and one row; refuses an empty mask."""
+    """The numbers of the stage's record; prints the supervised share and one row; refuses rows of which
+    nothing can be learnt."""
     cut = [row["id"] for row in rows if row["finish_reason"] == "length"]
     masks = {row["id"]: row.get("mask") or [False] * len(row["prompt"]) + [True] * len(row["tokens"])
              for row in rows}
     empty = [row["id"] for row in rows if sum(masks[row["id"]]) - (row["finish_reason"] != "length") <= 0]
     tokens, supervised = sum(map(len, masks.values())), sum(map(sum, masks.values()))
-    shown = next((row for row in rows if row["id"] not in empty), None)
-    if not supervised or shown is None:
-        raise UserError(f"none of the {tokens} tokens in {len(rows)} rows is supervised: no answer was found "
-                        f"after the generation prompt; look at the template of {chat.tokenizer.name_or_path}")
-    from rich import print as rich_print
-    from rich.markup import escape
-
-    rich_print(f"[dim]{escape(shown['id'])}, supervised tokens in[/] [bold green]green[/]:")
-    rich_print(coloured(chat.tokenizer, shown["prompt"] + shown["tokens"], masks[shown["id"]]))
-    print(f"supervised: {supervised} of {tokens} tokens ({supervised / tokens:.1%}) in {len(rows)} rows; "
-          f"{len(cut)} cut by the limit, {len(empty)} empty, {len(dropped)} dropped")
+    if not any(row["split"] == "train" for row in rows):
+        raise UserError(f"no training prompt is left: {len(dropped)} prompts are too long, and the rest is "
+                        "held out; raise target.max_length, or give shorter prompts")
+    if not supervised or len(empty) == len(rows):
+        raise UserError(f"of the {tokens} tokens in {len(rows)} rows {supervised} are supervised, and none "
+                        "of them is more than the end of an answer: the template of "
+                        f"{chat.tokenizer.name_or_path} hides the answers, or the target gives none")
+    nothing = set(empty)
+    shown = next(row for row in rows if row["id"] not in nothing)
+    rich_print(Text.assemble((f"{shown['id']}, supervised tokens in ", "dim"), ("green", "bold green"), ":\n",
+                             coloured(chat.tokenizer, shown["prompt"] + shown["tokens"], masks[shown["id"]])))
+    remarks = {"reached the limit of tokens": cut, "are empty": empty, "were too long and left out": dropped}
+    print(f"supervised: {supervised} of {tokens} tokens ({supervised / tokens:.1%}) in {len(rows)} rows"
+          + "".join(f"; {len(found)} {what}" for what, found in remarks.items() if found))
     return {"rows": len(rows), "tokens": tokens, "supervised": supervised,
             "supervised_share": round(supervised / tokens, 4), "cut": len(cut), "cut_ids": cut[:20],
             "empty": len(empty), "empty_ids": empty[:20],

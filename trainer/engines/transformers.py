@@ -11,6 +11,7 @@ import inspect
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -22,22 +23,30 @@ from torch import Tensor
 from trainer.engines.base import Session, TargetEngine
 from trainer.engines.growing_cache import growing_cache
 from trainer.errors import UserError
+from trainer.ranges import Amount, Count, Device, Dtype, SequenceLength, require_device
 from trainer.records import Completion, HiddenStates, Sampling
 
 CROWDED = 0.85  # finished rows leave when so few still run: each time the whole cache is copied
 
 
+@dataclass(frozen=True)
+class TransformersRuntime:
+    """Where the target computes."""
+
+    device: Device
+
+
 class TransformersEngine(TargetEngine):
     """`dtype` of weights and activations; `batch` rows decode together; `prefill_tokens` bounds a pass."""
 
-    def __init__(self, dtype: str, batch: int, prefill_tokens: int, max_length: int, trust_remote_code: bool,
-                 runtime: dict[str, Any]) -> None:
+    def __init__(self, dtype: Dtype, batch: Count, prefill_tokens: Amount, max_length: SequenceLength,
+                 trust_remote_code: bool, runtime: TransformersRuntime) -> None:
         self.dtype = getattr(torch, dtype)
         self.batch = batch
         self.prefill_tokens = prefill_tokens
         self._max_length = max_length
         self.trust_remote_code = trust_remote_code
-        self.device = runtime["device"]
+        self.device = runtime.device
         self.folder: Path | None = None
         self.end_ids: tuple[int, ...] = ()
         self.model: Any = None
@@ -69,6 +78,7 @@ class TransformersEngine(TargetEngine):
 
         logging.disable_progress_bar()  # the stage has its own
         assert self.folder is not None, "load() comes before the with statement"
+        require_device(self.device, "hardware.device")
         self.model = AutoModelForCausalLM.from_pretrained(
             self.folder, dtype=self.dtype, trust_remote_code=self.trust_remote_code).to(self.device).eval()
         return self

@@ -23,6 +23,8 @@ from trainer.records import Completion, Sampling
 RETRY_SECONDS = (0.5, 1.0, 4.0)
 DYING_SECONDS = 5.0
 HEALTH_SECONDS = 5.0
+CONNECT_SECONDS = 10.0
+FACT_SECONDS = 30.0  # for what a server knows without computing
 COUNTER = re.compile(r"^vllm:spec_decode_num_(drafts|draft_tokens|accepted_tokens|accepted_tokens_per_pos)"
                      r"_total\{(.*)\} (\S+)$", re.MULTILINE)
 
@@ -67,7 +69,7 @@ class VllmClient:
         self.options: dict[str, Any] = {
             "base_url": url,
             "headers": {"Authorization": f"Bearer {api_key}"} if api_key else {},
-            "timeout": httpx.Timeout(timeout_s, connect=10.0),
+            "timeout": httpx.Timeout(timeout_s, connect=CONNECT_SECONDS),
             "verify": not url.startswith("http://"),  # loading certificates takes longer than a request
             # a proxy is for the outside world; it would swallow the loopback interface
             "trust_env": not url.startswith(("http://127.", "http://localhost")),
@@ -126,7 +128,7 @@ class VllmClient:
     def _get(self, path: str) -> httpx.Response:
         try:
             with httpx.Client(**self.options) as client:
-                answer = client.get(path)
+                answer = client.get(path, timeout=FACT_SECONDS)
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise self._dead(DYING_SECONDS) or self._silent(error) from error
         if answer.status_code != 200:
@@ -216,7 +218,7 @@ class VllmClient:
         for pause in (*RETRY_SECONDS, None):
             try:
                 answer = await client.post("/v1/completions", json=body)
-            except httpx.TimeoutException as error:
+            except (httpx.ReadTimeout, httpx.WriteTimeout) as error:
                 raise UserError(f"request {index} had no answer from {self.url} within the time of "
                                 "engine.runtime.request_timeout_s: raise it, or send fewer at "
                                 "once.") from error

@@ -13,8 +13,8 @@ import json
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import ExitStack
+from concurrent.futures import CancelledError, Future
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from trainer.engines.vllm_pool import Pool
 from trainer.engines.vllm_server import RunningServer, VllmServer
 from trainer.engines.vllm_states import Shape, StatesReader, place_connector, start_command, with_connector
 from trainer.errors import UserError
+from trainer.ranges import Count, Dtype, Positive, SequenceLength, Url
 from trainer.records import Completion, HiddenStates, Sampling
 
 PROBE = (0, 1, 2)  # token ids that every vocabulary has
@@ -45,33 +46,37 @@ class VllmEngineRuntime:
     take `patience_s` seconds to come back, a file `file_wait_s` after its answer. `logs` takes the logs of
     started servers."""
 
-    answer_urls: list
-    state_urls: list
+    answer_urls: list[Url]
+    state_urls: list[Url]
     shared_folder: str | None
-    in_flight: int
-    patience_s: float
-    file_wait_s: float
+    in_flight: Count
+    patience_s: Positive
+    file_wait_s: Positive
     logs: str
 
 
 class VllmEngine(TargetEngine):
     """`server` says how one is started, but for its longest sequence: `max_length` tokens. `batch` prompts
-    are handed over at once."""
+    are handed over at once. Hidden states of up to `states_batch` rows are computed together: of 1, they are
+    the same bits whatever else is asked, before or beside; of more, sums are rounded in other orders."""
 
-    def __init__(self, server: VllmServer, dtype: str, batch: int, max_length: int, trust_remote_code: bool,
-                 runtime: VllmEngineRuntime) -> None:
+    def __init__(self, server: VllmServer, dtype: Dtype, batch: Count, states_batch: Count,
+                 max_length: SequenceLength, trust_remote_code: bool, runtime: VllmEngineRuntime) -> None:
         if server.url is not None:
             raise UserError(f"target_engine.server.url={server.url} is not used, since answers and hidden "
                             "states come from different servers: set target_engine.runtime.answer_urls or "
                             "target_engine.runtime.state_urls instead.")
         more = ["--trust-remote-code"] if trust_remote_code else []
         self.settings = replace(server, dtype=dtype, arguments=[*server.arguments, *more])
-        self.dtype, self.batch, self._max_length, self.runtime = dtype, batch, max_length, runtime
+        self.dtype, self.batch, self.states_batch = dtype, batch, states_batch
+        self._max_length, self.runtime = max_length, runtime
         self.folder: Path | None = None
         self.end_ids: tuple[int, ...] = ()
         self._lock = threading.RLock()
         self._answers: Pool | None = None
         self._states: tuple[Pool, StatesReader] | None = None
+        self._open = False
+        self._starting: Pool | None = None
         self._private = ExitStack()
         self._started = 0
 
@@ -99,10 +104,14 @@ class VllmEngine(TargetEngine):
 
     def __enter__(self) -> Self:
         assert self.folder is not None, "load() comes before the with statement"
+        self._open = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
+        self._open = False
+        if (starting := self._starting) is not None:  # by another thread, which has the lock
+            starting.abandon()
         with self._lock:
             self._stop_answers()
             self._stop_states()
@@ -145,6 +154,12 @@ class VllmEngine(TargetEngine):
             for unfetched in waiting:
                 unfetched.cancel()
 
+    @property
+    def states_server(self) -> RunningServer:
+        """One of the servers that hand out hidden states, once some were asked for."""
+        assert self._states is not None
+        return self._states[0].members[0].server
+
     def session(self, tap_layers: Sequence[int]) -> Session:
         raise UserError("a vLLM server cannot read a sequence step by step for decoding in this process: use "
                         "trainer.engines.transformers.TransformersEngine, as evaluate.engine does.")
@@ -176,7 +191,11 @@ class VllmEngine(TargetEngine):
                     return self._states
                 wanted |= known
                 self._stop_states()
-            self._states = self._start_states(sorted(wanted))
+            try:
+                self._states = self._start_states(sorted(wanted))
+            except BaseException:
+                self._private.close()
+                raise
             return self._states
 
     def _start_states(self, layers: list[int]) -> tuple[Pool, StatesReader]:
@@ -192,12 +211,13 @@ class VllmEngine(TargetEngine):
             home = self._private.enter_context(private_folder(needed))
             states = home / "states"
         settings = with_connector(replace(self.settings, max_model_len=length), states,
-                                  place_connector(home / "connector"), captured)
+                                  place_connector(home / "connector"), captured, self.states_batch)
         remedy = f"see its log in {self.runtime.logs}."
         if urls:
             remedy = (f"start it with `{start_command(settings, self.folder)}` (paths as it sees them), then "
                       "run the same command again.")
-        reader = StatesReader(states, shape, captured, remedy, self.runtime.file_wait_s)
+        reader = StatesReader(states, shape, captured, self.states_batch, remedy, self.runtime.file_wait_s)
+        self._private.callback(reader.clear)
 
         def check(server: RunningServer) -> None:
             self._check_server(length, urls, server)
@@ -217,7 +237,13 @@ class VllmEngine(TargetEngine):
 
         pool = Pool([partial(make, url) for url in urls or [None]], check, self.runtime.in_flight,
                     self.runtime.patience_s)
-        pool.start()
+        self._starting = pool
+        try:
+            if not self._open:  # left by now: nobody would stop what is started
+                raise CancelledError
+            pool.start()
+        finally:
+            self._starting = None
         return pool
 
     def _check_server(self, length: int, joined: Sequence[str], server: RunningServer) -> None:
@@ -229,8 +255,10 @@ class VllmEngine(TargetEngine):
             raise UserError(f"the server at {server.url} takes sequences of {server.max_model_len} tokens, "
                             f"and {length} are needed: start it with --max-model-len {length}, or lower "
                             "target_engine.max_length.")
-        theirs, ours = Path(server.root) / "config.json", self.folder / "config.json"
-        if theirs.is_file() and (differing := _differing(theirs, ours)):
+        theirs, differing = Path(server.root) / "config.json", []
+        with suppress(OSError, ValueError):  # it may be on another machine, of another user, or no path
+            differing = _differing(theirs, self.folder / "config.json")
+        if differing:
             raise UserError(f"the server at {server.url} serves {server.root}, whose config.json differs "
                             f"from that of the target {self.folder} in {', '.join(differing)}: serve the "
                             "target.")

@@ -154,5 +154,6 @@ def check_folder(folder: Path, role: str, tokenizer: bool) -> None:
     if tokenizer and not any((folder / name).is_file() for name in tokenizers):
         missing.append("tokenizer.json")
     if missing:
-        raise UserError(f"the {role} folder {folder} lacks {', '.join(missing)}: copy or export it again in "
-                        "full.")
+        raise UserError(f"the {role} folder {folder} lacks {', '.join(missing)}: copy it again in full; one "
+                        f"that a run exported is made anew when {folder.parent} is removed and the same "
+                        "command run again.")

@@ -36,6 +36,8 @@ class Member:
         self.http: httpx.AsyncClient | None = None
         self.reviving = asyncio.Lock()
         self.told = False  # that it was lost, since its last answer
+        self.lost: float | None = None  # since when, on the monotonic clock
+        self.failure: tuple[float, UserError] = (0.0, UserError("it was not started again yet."))
 
     def start(self) -> None:
         """Starts or joins the server. Raises UserError."""
@@ -78,9 +80,7 @@ class Pool:
 
     def stop(self) -> None:
         """Cancels what is under way and stops what was started, a restart that is under way included."""
-        self.closed = True
-        for member in self.members:
-            member.server.abandoned = True
+        self.abandon()
         if self.thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._close(), self.loop).result()
             self.loop.call_soon_threadsafe(self.loop.stop)
@@ -88,6 +88,12 @@ class Pool:
             self.loop.close()
         self.starter.shutdown(wait=True)
         self._stop_servers()
+
+    def abandon(self) -> None:
+        """Ends a start that is under way, in whichever thread; `stop` still has to follow."""
+        self.closed = True
+        for member in self.members:
+            member.server.abandoned = True
 
     def _stop_servers(self) -> None:
         with ExitStack() as stack:  # every one, whatever happens to another
@@ -120,14 +126,16 @@ class Pool:
             member = await self.free.get()
             try:
                 answer = await self._once(member, job)
-                member.told = False
+                if member.told:
+                    _say(f"the server at {member.server.url} answers again.")
+                member.told, member.lost = False, None
                 return answer
             except ServerLost as error:
                 lost = error
             finally:
                 self.free.put_nowait(member)
             now = time.monotonic()
-            began = now if began is None else began
+            began, member.lost = began or now, member.lost or now
             left = self.patience_s - (now - began)
             if left <= 0:
                 raise UserError("a server was lost and did not come back within "
@@ -139,7 +147,15 @@ class Pool:
     async def _once(self, member: Member, job: Job[Answer]) -> Answer:
         async with member.reviving:
             if member.server.death() is not None:
-                await asyncio.wrap_future(self.starter.submit(self._restart, member))
+                member.lost = lost = member.lost or time.monotonic()
+                failed, failure = member.failure
+                if failed > lost and time.monotonic() - lost >= self.patience_s:
+                    raise failure  # each request would start it once more, however many wait
+                try:
+                    await asyncio.wrap_future(self.starter.submit(self._restart, member))
+                except UserError as error:
+                    member.failure = time.monotonic(), error
+                    raise
                 assert member.http is not None
                 await member.http.aclose()
                 member.http = self._connection(member.server)
@@ -161,5 +177,8 @@ class Pool:
     def _tell(self, member: Member, lost: ServerLost, left: float) -> None:
         if not member.told:
             member.told = True
-            Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print(
-                f"{lost} Trying again for up to {left:.0f} s (target_engine.runtime.patience_s).")
+            _say(f"{lost} Trying again for up to {left:.0f} s (target_engine.runtime.patience_s).")
+
+
+def _say(line: str) -> None:
+    Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print(line)

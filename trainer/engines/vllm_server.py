@@ -19,7 +19,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Annotated, Literal, Self
 
 from rich.console import Console
 
@@ -33,9 +33,11 @@ from trainer.engines.vllm_installation import (
     free_port,
 )
 from trainer.errors import UserError
+from trainer.ranges import AtLeast, AtMost, Count, Like, Positive, SequenceLength, Text, Url
 from trainer.records import Completion, Sampling
 
 NAME = "target"
+ServedDtype = Literal["auto", "bfloat16", "float16", "float32"]
 PLAIN_LINE_SECONDS = 10.0
 
 
@@ -44,12 +46,12 @@ class VllmRuntime:
     """Where and how the server runs, nothing that changes an answer. `port` 0 takes a free one; `threads` is
     a list of cores such as "0-3" or "auto" for all (CPU builds only, as is `kv_cache_gib`)."""
 
-    port: int
-    threads: str
-    kv_cache_gib: int
-    startup_timeout_s: float
-    request_timeout_s: float
-    log_level: str
+    port: Annotated[int, AtLeast(0), AtMost(65535)]
+    threads: Annotated[str, Like(r"auto|nobind|\d[\d,|-]*", "that is auto or cores such as 0-3")]
+    kv_cache_gib: Count
+    startup_timeout_s: Positive
+    request_timeout_s: Positive
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,11 @@ class VllmServer:
     or in the current folder. With `url` a running server is joined, and all settings but `runtime` are its
     owner's."""
 
-    python: str
-    url: str | None
-    dtype: str
-    max_model_len: int
-    max_num_seqs: int
+    python: Text
+    url: Url | None
+    dtype: ServedDtype
+    max_model_len: SequenceLength
+    max_num_seqs: Count
     enforce_eager: bool
     arguments: list
     environment: dict
@@ -91,6 +93,11 @@ class VllmServer:
         if self.runtime.port:
             check_port(self.runtime.port)
         return version
+
+    def longest(self) -> int:
+        """Tokens of prompt and answer together: the setting, or what the server to join says; UserError."""
+        return self.max_model_len if self.url is None else \
+            self.client(_base(self.url), None).model(NAME).max_length
 
     def client(self, url: str, death: Callable[[], ServerLost | None] | None) -> VllmClient:
         """A client for `url`, with the key that vLLM itself reads from the environment."""

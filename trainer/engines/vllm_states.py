@@ -3,7 +3,8 @@
 The connector writes the file as `.partial` and renames it, so that a file with its final name is complete.
 The answer may come first, so the reader looks for the name until a deadline, with growing pauses. A lock on
 the file would spare the pauses, but network folders do not carry locks reliably, and there one would be
-granted before the file is written. What has been read is removed: nobody else will.
+granted before the file is written. What has been read is removed, and in the end all that bears this
+reader's name; what comes even later is left to the servers, see the connector.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import asyncio
 import json
 import os
 import re
+import secrets
 import shlex
 import time
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -32,8 +35,7 @@ from trainer.records import HiddenStates
 
 CONNECTOR = Path(__file__).resolve().parents[1] / "hidden_states/vllm_connector.py"
 MODULE = "speculator_trainer_states"  # the connector's name in a server, where no `trainer` can be imported
-FORMAT = 1  # of the connector's files
-NAME = re.compile(r"[0-9a-f]{32}\.safetensors")  # a bare name: a server cannot make us read or remove others
+FORMAT = 2  # of the connector's files
 MATCHED = ("model_layers", "hidden_size", "vocabulary", "dtype")
 FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.05
 
@@ -76,20 +78,23 @@ class Facts:
     dtype: str
     model_layers: int
     vocabulary: int
+    max_num_seqs: int
+    prefix_caching: bool
     format: int
 
 
-def with_connector(settings: VllmServer, folder: Path, module_folder: Path,
-                   layers: Sequence[int]) -> VllmServer:
-    """The settings of a server that writes the states after `layers` (ascending, the last one included) to
-    `folder`; `module_folder` holds the connector, see `place_connector`."""
+def with_connector(settings: VllmServer, folder: Path, module_folder: Path, layers: Sequence[int],
+                   batch: int) -> VllmServer:
+    """The settings of a server that writes the states after `layers` (ascending, the last one included) of up
+    to `batch` rows at a time to `folder`; `module_folder` holds the connector, see `place_connector`."""
     speculation = {"method": "extract_hidden_states", "num_speculative_tokens": 1,
                    "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}}}
     transfer = {"kv_connector": "HiddenStatesConnector", "kv_connector_module_path": MODULE,
                 "kv_role": "kv_producer",
                 "kv_connector_extra_config": {"folder": str(folder), "layers": list(layers)}}
     search = filter(None, [str(module_folder), settings.environment.get("PYTHONPATH")])
-    return replace(settings, environment={**settings.environment, "PYTHONPATH": os.pathsep.join(search)},
+    return replace(settings, max_num_seqs=batch,
+                   environment={**settings.environment, "PYTHONPATH": os.pathsep.join(search)},
                    arguments=[*settings.arguments, "--no-enable-prefix-caching",
                               "--speculative-config", json.dumps(speculation),
                               "--kv-transfer-config", json.dumps(transfer)])
@@ -114,18 +119,25 @@ def start_command(settings: VllmServer, model: Path) -> str:
 
 
 class StatesReader:
-    """Asks for hidden states of tokens and takes over their files from `folder`. `remedy` says how to start a
-    server that has what this one lacks; a file may come `wait_s` seconds after the answer."""
+    """Asks for hidden states of tokens and takes over their files from `folder`. Servers compute `batch` rows
+    at a time; `remedy` says how to start one that has what this one lacks; a file may come `wait_s` seconds
+    after the answer."""
 
-    def __init__(self, folder: Path, shape: Shape, layers: Sequence[int], remedy: str, wait_s: float) -> None:
+    def __init__(self, folder: Path, shape: Shape, layers: Sequence[int], batch: int, remedy: str,
+                 wait_s: float) -> None:
         self.folder, self.shape, self.layers = folder, shape, sorted({*layers, shape.model_layers})
+        self.expected = {name: getattr(shape, name) for name in MATCHED}
+        self.expected |= {"max_num_seqs": batch, "prefix_caching": False}
         self.remedy, self.wait_s = remedy, wait_s
+        self.name = secrets.token_hex(4)
+        # a bare name that begins with ours: no server can make us read or remove others
+        self.ours = re.compile(rf"{self.name}[0-9a-f]{{24}}\.safetensors")
 
     async def ask(self, server: RunningServer, http: httpx.AsyncClient, index: int, tokens: Sequence[int],
                   tap_layers: Sequence[int]) -> HiddenStates:
         """The states of one row; ServerLost when trying again may help, UserError when it cannot."""
         body = {"model": server.served_name, "prompt": list(tokens), "max_tokens": 1, "temperature": 0.0,
-                "return_token_ids": True, "kv_transfer_params": {"hidden_states": True}}
+                "return_token_ids": True, "kv_transfer_params": {"hidden_states": True, "reader": self.name}}
         answer = await server.client.post(http, index, body)
         server.client.choice(answer, index, body)
         facts = self.facts(answer.get("kv_transfer_params"), len(tokens), server.url)
@@ -135,6 +147,12 @@ class StatesReader:
             return await asyncio.to_thread(self.read, path, facts, tokens, tap_layers)
         finally:
             self._remove(path)
+
+    def clear(self) -> None:
+        """Removes what was written for this reader and not fetched, as when a request was given up."""
+        with suppress(OSError):  # in the end: the folder may be gone
+            for path in self.folder.glob(f"{self.name}*.safetensors*"):
+                path.unlink(missing_ok=True)
 
     def facts(self, given: Any, rows: int, url: str) -> Facts:
         """The facts of an answer. Raises UserError unless they are those of the target and of all rows."""
@@ -149,13 +167,14 @@ class StatesReader:
         except TypeError as error:
             raise UserError(f"{where} runs another version of the connector ({error}): "
                             f"{self.remedy}") from error
-        if facts.format != FORMAT or not NAME.fullmatch(str(facts.file)):
+        if facts.format != FORMAT or not self.ours.fullmatch(str(facts.file)):
             raise UserError(f"{where} runs another version of the connector (format {facts.format}, file "
                             f"{facts.file!r}) where format {FORMAT} was expected: {self.remedy}")
-        differing = [f"{name} {getattr(facts, name)} where {getattr(self.shape, name)} was expected"
-                     for name in MATCHED if getattr(facts, name) != getattr(self.shape, name)]
+        differing = [f"{name} {getattr(facts, name)} where {value} was expected"
+                     for name, value in self.expected.items() if getattr(facts, name) != value]
         if differing:
-            raise UserError(f"{where} does not serve the target as configured ({'; '.join(differing)}): "
+            raise UserError(f"{where} does not serve the target as target_engine has it "
+                            f"({'; '.join(differing)}): "
                             f"{self.remedy}")
         if not isinstance(facts.layers, list) or any(layer not in facts.layers for layer in self.layers):
             raise UserError(f"{where} captures the states after layers {facts.layers} where {self.layers} "
@@ -187,8 +206,8 @@ class StatesReader:
                                      "log, start it and run the same command again.")
                 raise UserError(f"{path} did not appear within target_engine.runtime.file_wait_s="
                                 f"{self.wait_s:g} s after the answer of {server.url}: see that the server "
-                                "writes to this very folder (target_engine.runtime.shared_folder), or raise "
-                                "the time if the folder is slow.")
+                                "writes, and may write, to this very folder (target_engine.runtime."
+                                "shared_folder), or raise the time if the folder is slow.")
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 

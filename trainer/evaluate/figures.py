@@ -30,6 +30,7 @@ STYLE = {
     "axes.linewidth": 0.6, "grid.color": NEUTRAL, "grid.alpha": 0.14, "grid.linewidth": 0.7,
     "axes.axisbelow": True, "axes.titlelocation": "left", "axes.titlesize": 10, "legend.frameon": False,
     "xtick.major.width": 0.6, "ytick.major.width": 0.6,
+    "text.parse_math": False,  # names are the user's own, and a dollar sign in them is one
 }  # fmt: skip
 
 
@@ -65,7 +66,7 @@ def acceptance_heatmap(rows: list[dict]) -> str | None:
     axes.set(xlim=(0, width + 1.1), ylim=(len(lines), 0))
     places = [position + 0.5 for position in range(width)] + [width + 0.55]
     axes.set_xticks(places, [*map(str, range(1, width + 1)), "length"])
-    axes.set_yticks([i + 0.5 for i in range(len(lines))], [_name(row) for row in lines])
+    axes.set_yticks([i + 0.5 for i in range(len(lines))], [name_of(row) for row in lines])
     axes.xaxis.tick_top()
     axes.tick_params(length=0)
     for side in axes.spines.values():
@@ -94,6 +95,7 @@ def training_curves(log: list[dict]) -> str | None:
         for colour, (key, points) in zip(SERIES, curves.items(), strict=False):
             _curve(axes, points, panels[title][key], colour, noisy=key in ("loss", "estimate"))
         axes.set(title=title, xlabel="step")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(True)
         axes.legend()
     return _svg(figure, "training")
@@ -116,7 +118,7 @@ def throughput_bars(rows: list[dict]) -> str | None:
         ):
             axes.bar([x + side for x in places], [row[key] for row in lines], 0.36, color=colour, label=label)
         for x, row in enumerate(lines):
-            factor = f"{row['speedup'] or row['tok_s'] / row['baseline_tok_s']:.2f}x"
+            factor = f"{row['speedup']:.2f}x" if row["speedup"] is not None else ""
             axes.annotate(
                 factor, (x + 0.2, row["tok_s"]), (0, 3), ha="center", size=9, weight="bold", **POINTS
             )
@@ -166,6 +168,11 @@ def users(row: dict) -> str:
     return f"{count} user" if count == 1 else f"{count} users"
 
 
+def engine_of(row: dict) -> str:
+    """'vLLM', 'in process'; '' for a row that does not say."""
+    return ENGINES.get(row.get("engine", ""), row.get("engine", ""))
+
+
 def _one_a_setting(rows: list[dict]) -> list[dict]:
     """Acceptance does not depend on users: of rows that differ in that alone, the one with the fewest."""
     kept: dict[tuple, dict] = {}
@@ -184,9 +191,9 @@ def _setting(row: dict) -> tuple[str, int]:
     return row.get("engine", ""), row["num_speculative_tokens"]
 
 
-def _name(row: dict) -> str:
-    engine, k = _setting(row)
-    return f"{row['dataset']}, {ENGINES.get(engine, engine)}, K={k}"
+def name_of(row: dict) -> str:
+    """'heldout/math, vLLM, K=3'."""
+    return f"{row['dataset']}, {engine_of(row)}, K={row['num_speculative_tokens']}"
 
 
 def _points(log: list[dict], key: str) -> list[tuple[float, float]]:
@@ -194,13 +201,14 @@ def _points(log: list[dict], key: str) -> list[tuple[float, float]]:
 
 
 def _curve(axes: Axes, points: list[tuple[float, float]], label: str, colour: str, noisy: bool) -> None:
-    """One curve; a long noisy one is drawn faintly under its running mean, which the legend says."""
-    if len(points) < 2:
+    """One curve; a long noisy one is drawn faintly under its running mean, which the legend says. Few points
+    are marked, one alone is nothing but its mark."""
+    if not points:
         return
     steps, values = zip(*points, strict=True)
     window = len(points) // 20
     if not noisy or window < 3:
-        marker = "o" if len(points) <= 40 and not noisy else None
+        marker = "o" if len(points) <= (3 if noisy else 40) else None
         axes.plot(steps, values, color=colour, linewidth=1.8, marker=marker, markersize=3.5, label=label)
         return
     axes.plot(steps, values, color=colour, linewidth=0.7, alpha=0.35)

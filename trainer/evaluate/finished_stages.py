@@ -21,14 +21,14 @@ def read_rows(inputs: dict[str, Path]) -> list[dict]:
     if "evaluate" not in inputs:
         raise UserError("The report needs the stage evaluate, which is not among its inputs; add it to run=.")
     path = inputs["evaluate"] / "rows.json"
-    rows = read_json(path, "evaluate")
+    rows = read_json(path)
     if not isinstance(rows, list) or not rows:
-        raise UserError(f"{path} holds no rows, expected some; delete its folder and run evaluate again.")
+        raise UserError(f"{path} holds no rows, expected some; {_again(path)}")
     for number, row in enumerate(rows):
         missing = [field for field in ROW_FIELDS if field not in row]
         if missing:
             lacks = f"Row {number} of {path} lacks {', '.join(missing)}"
-            raise UserError(f"{lacks}; delete its folder and run evaluate again.")
+            raise UserError(f"{lacks}; {_again(path)}")
     return rows
 
 
@@ -52,15 +52,17 @@ def read_log(folder: Path | None) -> tuple[list[dict], int]:
 def read_export(folder: Path | None) -> dict:
     if folder is None or not (folder / "export.json").exists():
         return {}
-    return read_json(folder / "export.json", "export")
+    return read_json(folder / "export.json")
 
 
-def read_json(path: Path, stage: str) -> dict | list:
+def read_json(path: Path) -> dict | list:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as missing:
-        message = f"The report needs {path}, which is missing; delete its folder and run {stage} again."
-        raise UserError(message) from missing
-    except json.JSONDecodeError as broken:
-        message = f"{path} is not JSON ({broken}); delete its folder and run {stage} again."
-        raise UserError(message) from broken
+        raise UserError(f"The report needs {path}, which is missing; {_again(path)}") from missing
+    except ValueError as broken:
+        raise UserError(f"{path} is not JSON ({broken}); {_again(path)}") from broken
+
+
+def _again(path: Path) -> str:
+    return f"remove {path.parent} and run the same command again."

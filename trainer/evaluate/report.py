@@ -11,18 +11,20 @@ import json
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar
 
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from trainer.errors import UserError
 from trainer.evaluate import figures, finished_stages, html
+from trainer.evaluate.doubts import Doubts, left_out
+from trainer.evaluate.rows import NEAR_ONE
 from trainer.pipeline import Stage
+from trainer.ranges import NotNegative
 
 TABLE = {"box": box.SIMPLE_HEAD, "title_justify": "left", "title_style": "bold"}
 EXTRA = ("matplotlib", "jinja2")
@@ -49,18 +51,16 @@ class Report(Stage):
 
     recipe: str | None
     serve_with: str
-    identity_tolerance: float
-    rise_tolerance: float
+    identity_tolerance: NotNegative
+    rise_tolerance: NotNegative
 
-    def external(self) -> dict:
-        """Nothing outside the settings decides a report; what it needs is missed before the run."""
+    def preflight(self) -> None:
         for package in EXTRA:
             if find_spec(package) is None:
                 raise UserError(
                     f"The report needs {package}, which is not installed; install the extra with "
                     "pip install 'speculator-trainer[report]', or leave report out of run=."
                 )
-        return {}
 
     def run(self, inputs: dict[str, Path], out: Path) -> dict:
         rows = finished_stages.read_rows(inputs)
@@ -77,7 +77,6 @@ class Report(Stage):
         (out / "report.json").write_text(text + "\n", encoding="utf-8")
         page = html.render(report, commands, figures.draw(rows, log))
         (out / "report.html").write_text(page, encoding="utf-8")
-        print_tables(report)
         first = headline(rows, exported.get("default_k"))
         passed = sum(gate["passed"] for gate in report["gates"].values())
         return {
@@ -90,10 +89,17 @@ class Report(Stage):
             "warnings": len(report["warnings"]),
         }
 
+    def tell(self, folder: Path) -> None:
+        print_tables(finished_stages.read_json(folder / "report.json"))
+        print(folder / "report.html", flush=True)
+
     def assemble(self, inputs: dict[str, Path], rows: list[dict], log: list[dict], exported: dict) -> dict:
         """The content of `report.json`, but for the serve command."""
         names = [name for name in self.after if name in inputs]
-        finished = {name: finished_stages.read_json(inputs[name] / "stage.json", name) for name in names}
+        finished = {name: finished_stages.read_json(inputs[name] / "stage.json") for name in names}
+        gates = merge_gates(finished)
+        sound = bool(gates) and all(gate["passed"] for gate in gates.values())
+        doubts = Doubts(self.identity_tolerance, self.rise_tolerance, sound)
         return {
             "format": 1,
             "created": datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -102,47 +108,13 @@ class Report(Stage):
             "method": exported.get("method") or rows[0]["method"],
             "verdict": verdict(rows, exported.get("default_k")),
             "rows": rows,
-            "gates": merge_gates(finished),
-            "warnings": [text for row in rows for text in self.doubts(row)],
+            "gates": gates,
+            "warnings": doubts.warnings(rows) + left_out(finished),
             "training": summarise_training(log, finished.get("train")),
             "export": {key: exported[key] for key in ("max_k", "default_k", "formats") if key in exported},
             "stages": {name: _stage(name, inputs[name], finished[name]) for name in names},
             "versions": merge_versions(finished),
         }
-
-    def doubts(self, row: dict) -> list[str]:
-        """What in one row contradicts the definitions, in words; an empty list for a sound row."""
-        where = f"{row['dataset']}, {_engine(row)}, K={row['num_speculative_tokens']}, {figures.users(row)}"
-        rates, length = row["per_position_acceptance"], row["mean_accepted_length"]
-        found = []
-        if rates and abs(1 + sum(rates) - length) > self.identity_tolerance:
-            found.append(
-                f"the mean accepted length is {length:.3f} but 1 + the sum of acceptance by position is "
-                f"{1 + sum(rates):.3f}; they are equal by definition, so one of them was counted differently "
-                "(rates conditional on the position before, or counters of another workload mixed in)"
-            )
-        rise = max((after - before for before, after in pairwise(rates)), default=0.0)
-        if rise > self.rise_tolerance:
-            found.append(
-                f"acceptance rises by {rise:.3f} from one position to the next, which cumulative acceptance "
-                "cannot do; this points at a fault of the verification kernel or at conditional rates"
-            )
-        elif _flat(rates):
-            found.append(
-                f"acceptance stays at {rates[0]:.2f} over all {len(rates)} positions; real drafts lose some "
-                "at every position, so a flat curve points at a fault of the verification kernel"
-            )
-        if rates and not any(rates):
-            found.append(
-                "not one draft token was accepted; likely causes are draft weights that the engine left "
-                "unset, or hidden states taken from other layers than in training"
-            )
-        if row.get("lossless") is False:
-            found.append(
-                "the text with the drafter differs from the text without; below float32 this happens between "
-                "batch shapes without a fault, in float32 with greedy decoding it means wrong verification"
-            )
-        return [f"{where}: {doubt}." for doubt in found]
 
 
 def headline(rows: list[dict], default_k: int | None) -> dict:
@@ -162,6 +134,10 @@ def verdict(rows: list[dict], default_k: int | None) -> str:
     parts = [f"accepted length {row['mean_accepted_length']:.2f} at K={row['num_speculative_tokens']}"]
     if row["speedup"] is not None:
         parts.append(f"{row['speedup']:.2f}x plain decoding at {figures.users(row)}")
+    elif row["mean_accepted_length"] < NEAR_ONE:
+        parts.append("no speedup, as next to no draft is accepted")
+    elif row["tok_s"] is not None:
+        parts.append("too few tokens timed to tell a speedup")
     if row.get("lossless") is not None:
         parts.append("text identical" if row["lossless"] else "text differs")
     return ", ".join(parts)
@@ -201,10 +177,11 @@ def summarise_training(log: list[dict], finished: dict | None) -> dict:
 
 
 def print_tables(report: dict) -> None:
-    """The rows and the gates, compactly, for whoever watched the run; a log file gets wide lines."""
-    console = Console()
+    """The rows and the gates, compactly, for whoever watched the run; a log file gets wide lines. Names are
+    the user's own, so nothing in them is markup."""
+    console = Console(markup=False, emoji=False)
     if not console.is_terminal:
-        console = Console(width=160)
+        console.width = 160
     table = Table(title=f"{report['recipe']}: {report['verdict']}", **TABLE)
     for title in ("data", "engine", "by position"):
         table.add_column(title)
@@ -213,7 +190,7 @@ def print_tables(report: dict) -> None:
     for row in report["rows"]:
         table.add_row(
             row["dataset"],
-            _engine(row),
+            figures.engine_of(row),
             " ".join(f"{rate:.2f}" for rate in row["per_position_acceptance"]),
             str(row["num_speculative_tokens"]),
             str(row.get("users") or ""),
@@ -227,12 +204,14 @@ def print_tables(report: dict) -> None:
     if report["gates"]:
         gates = Table("gate", "value", "bound", "result", title="gates", **TABLE)
         for name, gate in report["gates"].items():
-            result = "[green]passed[/]" if gate["passed"] else f"[red]failed[/]: {escape(gate['cause'])}"
+            result = Text("passed", "green") if gate["passed"] else Text.assemble(
+                ("failed", "red"), f": {gate['cause']}"
+            )
             bound = f"{gate['comparison']} {html.compact(gate['bound'])}"
             gates.add_row(name, html.compact(gate["value"]), bound, result)
         console.print(gates)
     for warning in report["warnings"]:
-        console.print(f"[yellow]warning[/] {escape(warning)}", highlight=False, soft_wrap=True)
+        console.print(Text.assemble(("warning", "yellow"), f" {warning}"), soft_wrap=True)
 
 
 def _stage(name: str, folder: Path, content: dict) -> dict:
@@ -249,12 +228,3 @@ def _relative(value: object, root: str) -> object:
     if isinstance(value, list | tuple):
         return [_relative(item, root) for item in value]
     return value.replace(f"{root}/", "") if isinstance(value, str) else value
-
-
-def _flat(rates: list[float]) -> bool:
-    """Whether next to nothing is lost after position 1, by a drafter that does miss at position 1."""
-    return len(rates) >= 3 and 0 < rates[0] < 0.9 and rates[-1] > 0.98 * rates[0]
-
-
-def _engine(row: dict) -> str:
-    return figures.ENGINES.get(row.get("engine", ""), row.get("engine", ""))

@@ -9,11 +9,11 @@ starts over: speeds are compared within one run, on a machine in one state. """
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from trainer.architectures.base import Drafter
 from trainer.data.chat import Chat
@@ -24,14 +24,15 @@ from trainer.errors import UserError
 from trainer.evaluate import rows
 from trainer.evaluate.decode import decode
 from trainer.evaluate.serving import Measurement, compare, measure
-from trainer.export.formats import choose
+from trainer.export.formats import FORMATS, FormatName
 from trainer.gates import Gate, require
 from trainer.pipeline import Stage
 from trainer.progress import Progress
+from trainer.ranges import Amount, Count, Distinct, Dtype, Filled, NotNegative
 from trainer.records import Completion, Sampling
 from trainer.target import Target
 from trainer.target_head import load_target_head
-from trainer.training.build import MakeDrafter
+from trainer.training.build import MakeDrafter, draft_problem
 
 Question = tuple[str, str, list[int]]  # id, category, prompt ids
 
@@ -40,40 +41,59 @@ Question = tuple[str, str, list[int]]  # id, category, prompt ids
 class Evaluate(Stage):
     """`prompts` held-out prompts, the draft lengths `k` (the first is the one that the gates judge), `users`
     at a time. `server` null measures in this process only. With `rounds` the servers with and without the
-    drafter are up together and take turns (memory for both is needed); null measures one after the other."""
+    drafter are up together and take turns (memory for both is needed); null measures one after the other.
+    `too_long` says what happens to a prompt that leaves no room for an answer."""
 
     target: Target
     drafter: MakeDrafter
     engine: TargetEngine
     server: Any  # VllmServer, or None
-    dtype: str
+    dtype: Dtype
     sampling: Sampling
-    prompts: int
-    k: list[int]
-    users: int
-    warmup: int
-    rounds: int | None
-    format: str
-    agreement: float
+    prompts: Count
+    too_long: Literal["error", "drop"]
+    k: Annotated[list[Count], Filled(), Distinct()]
+    users: Count
+    warmup: Amount
+    rounds: Count | None
+    format: FormatName
+    agreement: NotNegative
 
     after: ClassVar[tuple[str, ...]] = ("prompts", "export")
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
+
+    def check(self, stages: Mapping[str, Any]) -> dict[str, str]:
+        found = {f"evaluate.k.{place}": draft_problem(self.drafter, k) for place, k in enumerate(self.k)}
+        problems = {key: text for key, text in found.items() if text is not None}
+        if self.format not in stages["export"].formats:
+            known = ", ".join(stages["export"].formats)
+            problems["evaluate.format"] = f"must be one of export.formats ({known}), but is {self.format}"
+        if stages["prompts"].heldout == 0:
+            problems["prompts.heldout"] = ("must be at least 1, since evaluate measures on held-out prompts, "
+                                           "but is 0; or leave evaluate and report out of run=")
+        if self.sampling.temperature:
+            problems["evaluate.sampling.temperature"] = (
+                f"must be 0, since drafts are verified against the target's greedy answers, but is "
+                f"{self.sampling.temperature:g} (training data: responses.sampling.temperature)")
+        return problems
 
     def external(self) -> dict[str, Any]:
+        return {"target": self.target.identity}
+
+    def preflight(self) -> None:
         if self.server is not None:
             self.server.preflight()
-        return {"target": self.target.identity}
+
+    def foresee(self, inputs: dict[str, Path]) -> None:
+        if "prompts" in inputs:
+            self._questions(inputs["prompts"])
 
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
         folder = inputs["export"] / self.format
         facts = json.loads((inputs["export"] / "export.json").read_text())
-        too_long = [k for k in self.k if not 1 <= k <= facts["max_k"]]
-        if too_long:
-            raise UserError(f"evaluate.k={too_long[0]} must lie between 1 and {facts['max_k']}, the longest "
-                            "draft that this drafter was trained for (max_k)")
         head = load_target_head(self.target.folder, self.target.config)
-        drafter = self.drafter.func.restore(choose(self.format).read(folder), self.format, head)
-        questions = self._questions(inputs["prompts"])
+        drafter = self.drafter.func.restore(FORMATS[self.format].read(folder), self.format, head)
+        questions, left_out = self._questions(inputs["prompts"])
         base = {"model": self.target.name, "method": facts["method"], "users": self.users,
                 "dtype": self.dtype, "prompts": len(questions)}
         found, gates = self._in_process(drafter, questions, base, out)
@@ -85,16 +105,38 @@ class Evaluate(Stage):
         best = max(found, key=lambda row: (row["engine"] == "vllm", row["speedup"] or 0))
         return {"gates": require(gates), "accepted_length": best["mean_accepted_length"],
                 "speedup": best["speedup"], "k": best["num_speculative_tokens"],
-                "lossless": all(row["lossless"] for row in found)}
+                "lossless": all(row["lossless"] for row in found), "prompts": len(questions),
+                "left_out": len(left_out), "left_out_ids": left_out[:20]}
 
-    def _questions(self, folder: Path) -> list[Question]:
+    def _questions(self, folder: Path) -> tuple[list[Question], list[str]]:
+        """`prompts` of the held-out prompts, and the ids of those that are left out as too long."""
         chat = Chat(self.target.tokenizer, self.target.template, self.target.end_ids)
         heldout = [prompt for prompt, name in read_prompts(folder) if name == "heldout"]
         if not heldout:
             raise UserError("there is no held-out prompt to evaluate on; raise prompts.heldout")
-        step = max(1, len(heldout) // self.prompts)
-        return [(prompt.id, prompt.category, chat.prompt(messages_of(prompt, [])))
-                for prompt in heldout[::step][:self.prompts]]
+        asked = [(prompt.id, prompt.category, chat.prompt(messages_of(prompt, []))) for prompt in heldout]
+        limit, key = self._limit()
+        long = {name: len(ids) for name, _, ids in asked if len(ids) + self.sampling.max_new_tokens > limit}
+        dropped = [] if self.too_long == "error" else list(long)
+        kept = [question for question in asked if question[0] not in dropped]
+        chosen = kept[::max(1, len(kept) // self.prompts)][:self.prompts]
+        for name, _, _ in chosen or asked[:1]:
+            if name in long:
+                advice = "" if dropped else "leave such prompts out with evaluate.too_long=drop, "
+                raise UserError(f"held-out prompt {name} has {long[name]} tokens, which leaves no room for "
+                                "an answer of evaluate.sampling.max_new_tokens="
+                                f"{self.sampling.max_new_tokens} within {key}={limit} ({len(long)} of "
+                                f"{len(asked)} are so long); {advice}raise the one or lower the other")
+        return chosen, dropped
+
+    def _limit(self) -> tuple[int, str]:
+        """The longest sequence that both walks can take, in tokens, and the setting that says so."""
+        here = self.engine.max_length, "evaluate.engine.max_length"
+        if self.server is None:
+            return here
+        joined = self.server.url is not None
+        return min(here, (self.server.longest(), "--max-model-len of engine.url" if joined
+                          else "engine.max_model_len"))
 
     def _in_process(self, drafter: Drafter, questions: list[Question], base: dict[str, Any],
                     out: Path) -> tuple[list[dict[str, Any]], list[Gate]]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
 
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
-def serve_commands(form: str, method: str, folder: Path, target: str, k: int) -> dict[str, str]:
+
+def serve_commands(form: str, method: str, folder: Path | str, target: str, k: int) -> dict[str, str]:
     """Commands by platform; the folder's own draft length is `k`."""
     speculation = json.dumps({"method": method, "model": str(folder), "num_speculative_tokens": k})
     explicit = f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(speculation)}"
@@ -18,19 +21,31 @@ def serve_commands(form: str, method: str, folder: Path, target: str, k: int) ->
     return commands
 
 
-def model_card(facts: dict[str, Any], commands: dict[str, str], target_name: str) -> str:
-    lines = ["---", "tags:", "- speculative-decoding", f"- {facts['method']}", "---", "",
-             f"# A {facts['method']} speculator for {target_name}", "",
+def model_card(form: str, facts: dict[str, Any], target_name: str) -> str:
+    """README.md of the folder: no path of this machine is in it, since the folder may travel. Its commands
+    are given inside the folder. Without a published target its users are told to fill in the place."""
+    published = HUB_NAME.fullmatch(facts["target"]) is not None
+    served = facts["target"] if published else f"PATH/TO/{target_name}"
+    commands = serve_commands(form, facts["method"], ".", served, facts["default_k"])
+    if not published:
+        commands.pop("vllm (short)", None)  # it looks for the target where this machine has it
+    tags = ["speculative-decoding", form, facts["method"]]
+    lines = ["---", *([f"base_model: {facts['target']}"] if published else []), "library_name: vllm",
+             "license: unknown", "pipeline_tag: text-generation", "tags:", *(f"- {tag}" for tag in tags),
+             "---", "", f"# A {facts['method']} speculator for {target_name}", "",
              "A drafter for speculative decoding: the target's text stays as it is, it only comes faster.",
-             "",
-             "| | |", "| --- | --- |",
-             f"| target | `{facts['target']}` |", f"| target identity | `{facts['target_identity']}` |",
+             "", "| | |", "| --- | --- |",
+             f"| target | `{facts['target'] if published else target_name}` |",
+             f"| target identity | `{facts['target_identity']}` |",
              f"| chat template hash | `{facts['template_hash']}` |",
              f"| longest draft (max K) | {facts['max_k']} |", f"| default draft (K) | {facts['default_k']} |",
              f"| trained modes | {', '.join(facts['trained_modes'])} |",
-             "", "## Serve", ""]
-    for name, command in commands.items():
-        lines += [f"{name}:", "", "```bash", command, "```", ""]
+             "", "## Serve", "", "In this folder:", ""]
+    for command in commands.values():
+        lines += ["```bash", command, "```", ""]
     lines += ["A `num_speculative_tokens` above the longest draft is not refused by every server, and "
-              "drafts beyond it are noise.", "", "Trained with Speculator Trainer.", ""]
+              "drafts beyond it are noise.", "",
+              "## Measured", "", "Acceptance and speed are measured after this card is written: see "
+              "`report.json` and `report.html` of the run. Before publishing, copy them here, and set "
+              "`license` above in keeping with the target's.", "", "Trained with Speculator Trainer.", ""]
     return "\n".join(lines)

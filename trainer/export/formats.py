@@ -11,7 +11,7 @@ import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -49,13 +49,13 @@ class Format(ABC):
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
     def read(self, folder: Path) -> Exported:
-        """The folder's content as it lies on disk, tensors in float32."""
+        """The content of a folder inside a finished stage `export` as it lies on disk, tensors in float32."""
         try:
             geometry, keys = self.parse(json.loads((folder / "config.json").read_text()))
             weights = load_file(folder / "model.safetensors")
         except (OSError, json.JSONDecodeError, KeyError, SafetensorError) as error:
             raise UserError(f"{folder} is not a readable {self.name} speculator ({type(error).__name__}: "
-                            f"{error}); export it again") from error
+                            f"{error}); remove {folder.parent} and run the same command again") from error
         weights = {name: tensor.float() if tensor.is_floating_point() else tensor
                    for name, tensor in weights.items()}
         return Exported(weights, geometry, {self.name: keys})
@@ -87,10 +87,6 @@ class Native(Format):
         return config, config
 
 
+FormatName = Literal["speculators", "native"]
 FORMATS: dict[str, Format] = {form.name: form for form in (Speculators(), Native())}
 
-
-def choose(name: str) -> Format:
-    if name not in FORMATS:
-        raise UserError(f"export.formats names {name!r}; known are {', '.join(FORMATS)}")
-    return FORMATS[name]

@@ -6,13 +6,15 @@ import errno
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from trainer.errors import UserError
+from trainer.hidden_states.shards import again
+from trainer.ranges import Gives
 from trainer.records import HiddenStates, Sample
 
 Storage = Literal["native", "float8_e4m3fn"]
@@ -39,7 +41,24 @@ class HiddenStateSource(ABC):
         """How many rows of training are worth preparing before they are needed, each by a thread."""
 
     @abstractmethod
+    def give_up(self) -> None:
+        """Lets go of what other threads wait for in vain: they fail, and only `close` may follow."""
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """What breaks off the block, an interrupt included, need not wait for a server that is lost."""
+        try:
+            yield
+        except BaseException:
+            self.give_up()
+            raise
+
+    @abstractmethod
     def close(self) -> None: ...
+
+
+# A source's YAML node, waiting for a finished `hidden_states` stage and the layers to give.
+MakeSource = Annotated[Callable[..., HiddenStateSource], Gives(("folder", "layers"))]
 
 
 @dataclass(frozen=True)
@@ -87,10 +106,11 @@ class Manifest:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise UserError(f"{path} is missing or not readable ({error}); expected the manifest of hidden "
-                            f"states: remove {folder} and run the stage hidden_states again") from error
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise UserError(f"{path} is missing or not readable ({reason}); expected the manifest of hidden "
+                            f"states: {again(folder)}") from error
         if fault := _fault(content):
-            raise UserError(f"{path} {fault}")
+            raise UserError(f"{path} {fault}; {again(folder)}")
         return cls(**content)
 
     def require(self, folder: Path, *, layers: Sequence[int] = (), last: bool = False,
@@ -108,8 +128,7 @@ class Manifest:
         for name, value in expected.items():
             if (found := getattr(self, name)) != value:
                 raise UserError(f"{path} holds hidden states of another {_WORDS.get(name, name)}: expected "
-                                f"{value}, found {found}; remove {folder} and run the stage hidden_states "
-                                f"again")
+                                f"{value}, found {found}; {again(folder)}")
 
 
 _WORDS = {"target": "target", "template": "chat template", "tap_layers": "choice of layers",
@@ -118,37 +137,29 @@ _WORDS = {"target": "target", "template": "chat template", "tap_layers": "choice
 
 
 def _fault(content: Any) -> str:
-    """What is wrong with a manifest's content, as the end of a sentence; "" when nothing is."""
+    """What is wrong with a manifest's content; "" when nothing is."""
     if not isinstance(content, dict):
         return f"is no manifest: expected a JSON object, found {type(content).__name__}"
-    found = content.get("format")
-    if found == 1:
-        return (f"is of format 1, expected format {FORMAT}: stored hidden states of that kind are not read "
-                "any more; remove the folder and extract again")
-    if found != FORMAT:
-        return f"is of format {found!r}, expected format {FORMAT}; remove the folder and extract again"
+    if (found := content.get("format")) != FORMAT:
+        return f"is of format {found!r}, expected format {FORMAT}: other formats are not read"
     names = {field.name for field in fields(Manifest)}
     if names != content.keys():
         return (f"is no manifest of format {FORMAT}: missing {sorted(names - content.keys())}, unknown "
-                f"{sorted(content.keys() - names)}; remove the folder and extract again")
+                f"{sorted(content.keys() - names)}")
     for name, expected in CONVENTIONS.items():
         if content[name] != expected:
-            return (f"has another {name}: expected {expected!r}, found {content[name]!r}; remove the folder "
-                    "and extract again")
+            return f"has another {name}: expected {expected!r}, found {content[name]!r}"
     for name, known in (("dtype", DTYPES), ("storage", get_args(Storage)), ("last_rows", get_args(LastRows))):
         if content[name] not in known:
-            return (f"says {name} {content[name]!r}, expected one of {', '.join(known)}; remove the folder "
-                    "and extract again")
+            return f"says {name} {content[name]!r}, expected one of {', '.join(known)}"
     layers = content["tap_layers"]
     if not isinstance(layers, list) or not all(isinstance(each, int) for each in layers) \
             or layers != sorted(set(layers)):
-        return (f"says tap_layers {layers!r}, expected ascending layer ids; remove the folder and extract "
-                "again")
+        return f"says tap_layers {layers!r}, expected ascending layer ids"
     for name, unit in (("hidden_size", 1), ("alignment", 64)):
         value = content[name]
         if not isinstance(value, int) or value < unit or value % unit:
-            return (f"says {name} {value!r}, expected a positive multiple of {unit}; remove the folder and "
-                    "extract again")
+            return f"says {name} {value!r}, expected a positive multiple of {unit}"
     return ""
 
 

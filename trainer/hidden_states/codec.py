@@ -18,7 +18,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Self
 
 import numpy as np
@@ -34,7 +33,10 @@ ALIGNMENT = 64  # bytes; a section starts at a multiple, counted from the start 
 LARGEST = 448.0  # of e4m3
 SMALLEST_SCALE = 2.0 ** -126  # the smallest normal number; a row of zeros has this scale
 ROW_ERROR = 0.0665  # 1/16 for e4m3, 1/256 for bf16, and a little for elements near zero
+ROUNDING = 1 - 2.0 ** -7  # of a scale: what is larger than this share of a dtype's range may overflow
 SCALE_BYTES = 2
+LARGEST_SCALE = 2.0 ** 7  # that times 2 ** 120 is a number; larger ones take the slow way
+BLOCK = 1 << 17  # elements that are decoded at once
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 # per dtype: the bits of a magnitude, and those of the smallest that is infinite or no number
 MAGNITUDES = {torch.float32: (0x7FFFFFFF, 0x7F800000), torch.bfloat16: (0x7FFF, 0x7F80),
@@ -83,6 +85,23 @@ class Codec:
                                 f"sample {sample.id}, expected {list(shape)} in {self.dtype}: {rows} tokens, "
                                 f"layers {list(self.layers)}, hidden size {self.hidden}; give the engine the "
                                 "dtype of hidden_states.dtype, and no cache of prefixes")
+        if self.storage != "native" and (beyond := self._beyond(states)):
+            least, most = self._range
+            raise UserError(f"{beyond} rows of hidden states of sample {sample.id} would lose more than "
+                            f"{ROW_ERROR:.2%} in storage {self.storage}: expected a largest magnitude from "
+                            f"{least:.3g} to {most:.3g}, found less or more; set "
+                            "hidden_states.storage=native")
+
+    @property
+    def _range(self) -> tuple[float, float]:
+        """The largest magnitude of a row must lie here to be held in eight bits as exactly as promised."""
+        return LARGEST * SMALLEST_SCALE, ROUNDING * torch.finfo(self.dtype).max
+
+    def _beyond(self, states: HiddenStates) -> int:
+        """Rows outside of that range; those of zeros and without a number are somebody else's business."""
+        rows = torch.cat([states.taps, states.last], dim=-1).unflatten(-1, (-1, self.hidden))
+        largest, (least, most) = rows.abs().amax(-1).float(), self._range
+        return int(((largest > 0) & (largest < least) | (largest > most) & largest.isfinite()).sum())
 
     def places(self, id_bytes: int, tokens: int, last: int) -> list[tuple[int, int]]:
         """Start and end of every section, counted from the start of the sample; the last end is its length.
@@ -175,20 +194,41 @@ def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(scales: Tensor, codes: Tensor, out: Tensor) -> Tensor:
-    """Fills out [..., hidden] with codes * scales, and returns it. A product has at most 12 significant bits,
-    so that it is exact in float32 and rounded once in bf16."""
-    wide = _bf16(codes)
-    if out.dtype == torch.float16:  # which has no room for small scales
-        return out.copy_(wide.float() * scales.float()[..., None])
-    return torch.mul(wide.to(out.dtype), scales.to(out.dtype)[..., None], out=out)
+    """Fills out [..., rows, hidden] with codes * scales, and returns it. A product has at most 12 significant
+    bits, so that it is exact in float32 and rounded once.
+
+    PyTorch converts e4m3 on the CPU element by element. Here the bits of a code are put where bf16 has its
+    own, which is the same number divided by 2 ** 120; subnormal ones too. Blocks stay in the cache."""
+    if not codes.numel():
+        return out
+    if codes.device.type != "cpu" or not scales.max() < LARGEST_SCALE:
+        return out.copy_(codes.float() * scales.float()[..., None])
+    wide = torch.float32 if out.dtype == torch.float16 else out.dtype
+    factors, bits = (scales.float() * 2.0 ** 120).to(wide)[..., None], codes.view(torch.int8).numpy()
+    rows, hidden = codes.shape[-2:]
+    step = min(rows, max(1, BLOCK // hidden))
+    moved = np.empty((step, hidden), dtype=np.int16)
+    narrow = torch.from_numpy(moved).view(torch.bfloat16)
+    for layer in np.ndindex(codes.shape[:-2]):
+        for start in range(0, rows, step):
+            place = (*layer, slice(start, start + step))
+            count = min(step, rows - start)
+            part = moved[:count]
+            np.copyto(part, bits[place])  # which repeats the sign in the upper byte
+            np.multiply(part, np.int16(16), out=part)
+            np.bitwise_and(part, np.int16(-0x7810), out=part)  # 0x87F0: sign, exponent, mantissa
+            if wide == torch.bfloat16:
+                torch.mul(narrow[:count], factors[place], out=out[place])
+            else:
+                out[place] = narrow[:count].to(wide).mul_(factors[place])
+    return out
 
 
 def sound(rows: Tensor) -> Tensor:
     """Which rows of [..., hidden] are finite and not all zero, [...] bool; looks at the bits alone."""
     magnitude, beyond = MAGNITUDES[rows.dtype]
-    bits = rows.view(INTEGERS[rows.dtype.itemsize]).numpy()
-    largest = np.bitwise_and(bits, magnitude).max(axis=-1)
-    return torch.from_numpy((largest > 0) & (largest < beyond))
+    largest = (rows.view(INTEGERS[rows.dtype.itemsize]) & magnitude).amax(-1)
+    return (largest > 0) & (largest < beyond)
 
 
 def bad_rows(states: HiddenStates, kept: Tensor) -> int:
@@ -203,26 +243,6 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
 
 def mask_bytes(mask: Sequence[bool]) -> bytes:
     return np.packbits(np.frombuffer(bytes(mask), dtype=np.uint8), bitorder="little").tobytes()
-
-
-def _bf16(codes: Tensor) -> Tensor:
-    """codes [..., hidden] e4m3 -> the same values as bf16, exactly. On the CPU two at a time from a table,
-    which takes a fifth of the time of PyTorch's own conversion."""
-    if codes.device.type != "cpu" or codes.shape[-1] % 2:
-        return codes.to(torch.bfloat16)
-    pairs = codes.view(torch.uint8).numpy().view(np.uint16)
-    found = np.empty(pairs.shape, dtype=np.uint32)
-    np.take(_pairs(), pairs, out=found, mode="clip")  # the mode that fills `out` itself; none is beyond
-    return torch.from_numpy(found.view(np.int16)).view(torch.bfloat16)
-
-
-@cache
-def _pairs() -> np.ndarray:
-    """Two e4m3 codes as one uint16 -> their values in bf16 as one uint32, [65536]; the first is the low half
-    of both."""
-    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    values = codes.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16).astype(np.uint32)
-    return (values[None, :] | values[:, None] << 16).reshape(-1)
 
 
 def _rounded_up(values: Tensor) -> Tensor:

@@ -15,19 +15,35 @@ import torch
 
 from trainer.data.responses import RESPONSES, read_samples
 from trainer.engines.base import TargetEngine
-from trainer.errors import UserError
+from trainer.errors import GateFailed, UserError
 from trainer.gates import Gate, require
 from trainer.hidden_states import reuse
-from trainer.hidden_states.base import LastRows, Manifest, Storage
+from trainer.hidden_states.base import LastRows, MakeSource, Manifest, Storage
 from trainer.hidden_states.codec import Codec, bad_rows
 from trainer.hidden_states.parity import parity_gates
 from trainer.hidden_states.reader import ShardReader
-from trainer.hidden_states.shards import GIB
+from trainer.hidden_states.shards import GIB, again
 from trainer.hidden_states.writer import ShardWriter
 from trainer.pipeline import Stage
 from trainer.progress import Progress
+from trainer.ranges import Count, Device, Dtype, Layers, Positive, require_device
 from trainer.records import HiddenStates, Sample
 from trainer.target import Target
+
+
+@dataclass(frozen=True)
+class ProbeRuntime:
+    """Where the gates compute."""
+
+    device: Device
+
+
+@dataclass(frozen=True)
+class ExtractRuntime(ProbeRuntime):
+    """A shard grows up to `shard_gib`; what was appended is committed every `commit_tokens` tokens."""
+
+    shard_gib: Positive
+    commit_tokens: Count
 
 
 @dataclass(frozen=True)
@@ -37,19 +53,23 @@ class Probe(Stage):
 
     target: Target
     engine: TargetEngine
-    tap_layers: list[int]
-    dtype: str
+    tap_layers: Layers
+    dtype: Dtype
     storage: Storage
     last_rows: LastRows
-    probe_rows: int
-    source: Any  # what training builds on this stage's folder; declared here because the two belong together
-    runtime: dict[str, Any]
+    probe_rows: Count
+    source: MakeSource  # what training builds on this stage's folder; the two belong together
+    runtime: ProbeRuntime
 
     after: ClassVar[tuple[str, ...]] = ("responses",)
     version: ClassVar[int] = 2
 
     def external(self) -> dict[str, Any]:
         return {"target": self.target.identity}
+
+    def preflight(self) -> None:
+        require_device(self.runtime.device, "hidden_states.runtime.device")
+        self._layers()
 
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
         samples, manifest = _samples(inputs["responses"]), self.manifest()
@@ -67,13 +87,16 @@ class Probe(Stage):
 
     def manifest(self) -> Manifest:
         """What the folder will say about itself."""
+        return Manifest(self.target.identity, self.target.template_hash, self._layers(),
+                        self.target.config["hidden_size"], self.dtype, self.storage, self.last_rows,
+                        self.engine.origin)
+
+    def _layers(self) -> list[int]:
         layers, count = sorted(set(self.tap_layers)), self.target.config["num_hidden_layers"]
         if not layers or layers[0] < 0 or layers[-1] > count:
             raise UserError(f"hidden_states.tap_layers {list(self.tap_layers)} must lie between 0 "
                             f"(embeddings) and {count} (after the last layer of {self.target.name})")
-        return Manifest(self.target.identity, self.target.template_hash, layers,
-                        self.target.config["hidden_size"], self.dtype, self.storage, self.last_rows,
-                        self.engine.origin)
+        return layers
 
     def _gates(self, samples: list[Sample], get: Callable[[Sample], HiddenStates],
                codec: Codec) -> dict[str, Any]:
@@ -84,7 +107,7 @@ class Probe(Stage):
         rows = Gate("bad_rows", bad, 0, "<=", "some states are all zero or not finite: the engine returned "
                     "states of tokens that it did not compute")
         return require([rows, *parity_gates(self.target, probe, lambda sample: found[sample.id], codec,
-                                            getattr(torch, self.dtype), self.runtime["device"])])
+                                            getattr(torch, self.dtype), self.runtime.device)])
 
 
 @dataclass(frozen=True)
@@ -98,20 +121,30 @@ class Extract(Probe):
     """
 
     path: str | None
+    runtime: ExtractRuntime
+
+    sized: ClassVar[tuple[str, ...]] = ("shard-*.bin", "index.bin")
+
+    def preflight(self) -> None:
+        super().preflight()
+        if self.path is not None:
+            reuse.given(self.path)
 
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
         samples, manifest = _samples(inputs["responses"]), self.manifest()
-        found = reuse.adopt(Path(self.path).expanduser(), manifest, samples) if self.path is not None else \
-            reuse.find(out, manifest, samples)
-        if found is not None:
+        if self.path is not None:
+            reuse.adopt(found := reuse.given(self.path), out, manifest, samples)
+        elif (found := reuse.find(out, manifest, samples)) is not None:
             reuse.link(found, out)
         else:
-            with ShardWriter(out, manifest, int(self.runtime["shard_gib"] * GIB)) as writer:
+            with ShardWriter(out, manifest, int(self.runtime.shard_gib * GIB)) as writer:
                 self._append_missing(samples, writer)
         shutil.copyfile(inputs["responses"] / RESPONSES, out / RESPONSES)  # whoever takes the folder has both
         reader = ShardReader(out, manifest.tap_layers)
         try:
             gates = self._gates(samples, reader.get, reader.codec)
+        except GateFailed as error:  # what is stored stays wrong, whatever is mended
+            raise GateFailed(f"{error}; the states lie in {out}: {again(out)}") from error
         finally:
             reader.close()
         tokens = sum(len(sample.tokens) for sample in samples)
@@ -132,7 +165,7 @@ class Extract(Probe):
             for sample, state in zip(missing, states, strict=True):
                 writer.append(sample, state)
                 waiting += len(sample.tokens)
-                if waiting >= self.runtime["commit_tokens"]:
+                if waiting >= self.runtime.commit_tokens:
                     writer.commit()
                     waiting = 0
                 bar.advance(len(sample.tokens))
@@ -141,12 +174,13 @@ class Extract(Probe):
 def require_room(missing: list[Sample], writer: ShardWriter) -> None:
     """Says in one line what will be written, before it is computed; raises where it cannot fit."""
     size, free = sum(map(writer.size, missing)), shutil.disk_usage(writer.folder).free
+    place = writer.folder.parent  # the folder itself bears another name while it is written
     if size > free:
         raise UserError(f"the hidden states of {len(missing)} samples take {size / GIB:.3g} GiB in storage "
-                        f"{writer.codec.storage}, and {free / GIB:.3g} GiB are free in {writer.folder}: "
+                        f"{writer.codec.storage}, and {free / GIB:.3g} GiB are free in {place}: "
                         f"{ways_out(writer.codec.storage)}; `run=[plan]` shows what fits")
     print(f"hidden_states: {len(missing)} samples to extract, {size / GIB:.3g} GiB; {free / GIB:.3g} GiB "
-          f"are free in {writer.folder}", flush=True)
+          f"are free in {place}", flush=True)
 
 
 def ways_out(storage: str) -> str:

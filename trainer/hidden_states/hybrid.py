@@ -5,19 +5,31 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trainer.engines.base import TargetEngine
 from trainer.hidden_states.base import HiddenStateSource, Manifest
 from trainer.hidden_states.online import Online
-from trainer.hidden_states.reader import ShardReader
+from trainer.hidden_states.reader import ShardReader, Verify
 from trainer.hidden_states.shards import GIB
 from trainer.hidden_states.writer import FolderBusy, ShardWriter
+from trainer.ranges import Count, NotNegative, Positive
 from trainer.records import HiddenStates, Sample
 from trainer.target import Target
 
 RESERVE = GIB  # bytes of the disk that are never filled
+
+
+@dataclass(frozen=True)
+class HybridRuntime:
+    """Up to `budget_gib` are stored (null: what the disk has) in shards of up to `shard_gib`, and committed
+    every `commit_tokens` tokens; `verify` says when checksums are compared."""
+
+    budget_gib: NotNegative | None
+    verify: Verify
+    shard_gib: Positive
+    commit_tokens: Count
 
 
 class Hybrid(HiddenStateSource):
@@ -29,17 +41,17 @@ class Hybrid(HiddenStateSource):
     """
 
     def __init__(self, folder: Path, layers: Sequence[int], target: Target, engine: TargetEngine,
-                 runtime: dict[str, Any]) -> None:
-        self.reader = ShardReader(folder, layers, runtime["verify"])
-        self.writer = _writer(folder, self.reader.manifest, int(runtime["shard_gib"] * GIB))
+                 runtime: HybridRuntime) -> None:
+        self.reader = ShardReader(folder, layers, runtime.verify)
+        self.writer = _writer(folder, self.reader.manifest, int(runtime.shard_gib * GIB))
         # what is kept has all layers of the folder, whoever asks for it
         asked = self.reader.manifest.tap_layers if self.writer else layers
         self.online = Online(folder, asked, target, engine)
-        self.commit_tokens = runtime["commit_tokens"]
+        self.commit_tokens = runtime.commit_tokens
         used = sum(path.stat().st_size for path in folder.glob("shard-*.bin"))
         self.room = max(0, shutil.disk_usage(folder).free - RESERVE)
-        if runtime["budget_gib"] is not None:
-            self.room = min(self.room, max(0, int(runtime["budget_gib"] * GIB) - used))
+        if runtime.budget_gib is not None:
+            self.room = min(self.room, max(0, int(runtime.budget_gib * GIB) - used))
         self._uncommitted = 0  # tokens
         self._keeping = threading.Lock()
 
@@ -54,6 +66,9 @@ class Hybrid(HiddenStateSource):
         if self.writer is not None:
             self._keep(sample, states, self.writer)
         return self.reader.codec.roundtrip(self._part(states), sample.loss_mask)
+
+    def give_up(self) -> None:
+        self.online.give_up()
 
     def close(self) -> None:
         try:

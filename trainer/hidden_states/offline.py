@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trainer.hidden_states.base import HiddenStateSource
-from trainer.hidden_states.reader import ShardReader
+from trainer.hidden_states.reader import ShardReader, Verify
+from trainer.ranges import Amount
 from trainer.records import HiddenStates, Sample
 
 
-class Offline(HiddenStateSource):
-    """The states after `layers`, from a folder that holds these and maybe more; the others are not read.
-    `runtime.verify` says when checksums are compared: first, always, never; `runtime.ahead` rows are read
-    while training goes on."""
+@dataclass(frozen=True)
+class OfflineRuntime:
+    """`verify` says when checksums are compared; `ahead` rows are read while training goes on."""
 
-    def __init__(self, folder: Path, layers: Sequence[int], runtime: dict[str, Any]) -> None:
-        self.reader = ShardReader(folder, layers, runtime["verify"])
-        self._ahead = runtime["ahead"]
+    verify: Verify
+    ahead: Amount
+
+
+class Offline(HiddenStateSource):
+    """The states after `layers`, from a folder that holds these and maybe more; the others are not read."""
+
+    def __init__(self, folder: Path, layers: Sequence[int], runtime: OfflineRuntime) -> None:
+        self.reader = ShardReader(folder, layers, runtime.verify)
+        self._ahead = runtime.ahead
 
     @property
     def ahead(self) -> int:
@@ -26,6 +33,9 @@ class Offline(HiddenStateSource):
 
     def get(self, sample: Sample) -> HiddenStates:
         return self.reader.get(sample)
+
+    def give_up(self) -> None:
+        """Reading ends soon by itself, and must end before `close`."""
 
     def close(self) -> None:
         self.reader.close()

@@ -37,5 +37,8 @@ class Online(HiddenStateSource):
         self.codec.check(sample, states)
         return states
 
+    def give_up(self) -> None:
+        self.stack.close()
+
     def close(self) -> None:
         self.stack.close()

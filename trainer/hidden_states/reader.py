@@ -117,9 +117,10 @@ class ShardReader:
         record = self.index.find(sample.id)
         if record is None or record.tokens != len(sample.tokens):
             return False
-        stored = self._fetched(record, [TOKENS, MASK], cold=False)
-        return bool((stored.section(TOKENS).numpy() == token_bytes(sample.tokens)).all()
-                    and (stored.section(MASK).numpy() == mask_bytes(sample.loss_mask)).all())
+        stored = Stored(self._shard(record), record, self.stored)
+        stored.fetch([(TOKENS, MASK)], cold=False)
+        return stored.section(TOKENS) == token_bytes(sample.tokens) \
+            and stored.section(MASK) == mask_bytes(sample.loss_mask)
 
     def close(self) -> None:
         self._shards.clear()

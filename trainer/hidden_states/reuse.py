@@ -35,21 +35,37 @@ def find(out: Path, wanted: Manifest, samples: Sequence[Sample]) -> Path | None:
         if any(getattr(other, name) != getattr(wanted, name) for name in same) \
                 or not set(wanted.tap_layers) <= set(other.tap_layers):
             continue
-        if not _missing(folder, samples):
+        try:
+            missing = _missing(folder, samples)
+        except UserError as error:
+            print(f"hidden_states: {error}; extracting anew", flush=True)
+            continue
+        if not missing:
             print(f"hidden_states: all of it is in {folder}, nothing is extracted", flush=True)
             return folder
     return None
 
 
-def adopt(folder: Path, wanted: Manifest, samples: Sequence[Sample]) -> Path:
-    """`folder`, if it has the wanted layers of all `samples`, of the same target and template; else raises.
-    Dtype and storage are those of the folder."""
-    if not folder.is_dir():
-        raise UserError(f"hidden_states.path={folder} does not exist: expected a folder of stored hidden "
-                        "states (manifest.json, index.bin, shard-*.bin); check the path")
-    manifest = Manifest.read(folder)
-    manifest.require(folder, layers=wanted.tap_layers, target=wanted.target, template=wanted.template)
-    if missing := _missing(folder, samples):
+def given(path: str) -> Path:
+    """The folder that `hidden_states.path` names; raises where there is none to read."""
+    folder = Path(path).expanduser()
+    if not os.path.isdir(folder):  # never raises, unlike Path.is_dir
+        found = "a file" if os.path.exists(folder) else "nothing that can be reached"
+        raise UserError(f"hidden_states.path={path} is no folder: expected one of stored hidden states "
+                        f"(manifest.json, index.bin, shard-*.bin), found {found}; check the path")
+    if not os.access(folder, os.R_OK | os.X_OK):
+        raise UserError(f"hidden_states.path={path} may not be read by this user: expected the rights to "
+                        "list and to open its files, found none; change them, or take a copy")
+    return folder.resolve()
+
+
+def adopt(folder: Path, out: Path, wanted: Manifest, samples: Sequence[Sample]) -> None:
+    """Links `folder` into `out`, if it has the wanted layers of all `samples`, of the same target and
+    template; else raises. Dtype and storage are those of the folder, which is only ever read."""
+    link(folder, out)
+    manifest = Manifest.read(out)
+    manifest.require(out, layers=wanted.tap_layers, target=wanted.target, template=wanted.template)
+    if missing := _missing(out, samples):
         named = ", ".join([*missing[:SHOWN], *(["..."] if len(missing) > SHOWN else [])])
         raise UserError(f"hidden_states.path={folder} lacks {len(missing)} of the {len(samples)} samples of "
                         f"this run ({named}), or holds them with other tokens: take the samples from the "
@@ -58,7 +74,6 @@ def adopt(folder: Path, wanted: Manifest, samples: Sequence[Sample]) -> Path:
         if (theirs := getattr(manifest, name)) != (ours := getattr(wanted, name)):
             print(f"hidden_states: {Manifest.path(folder)} says {name} {theirs}, this run {ours}; the gates "
                   "judge whether the states are good enough", flush=True)
-    return folder.resolve()
 
 
 def link(folder: Path, out: Path) -> None:

@@ -29,5 +29,9 @@ def shard_numbers(folder: Path) -> list[int]:
 
 
 def again(folder: Path) -> str:
-    """The remedy for damage."""
-    return f"remove {folder} and run the stage hidden_states again"
+    """The remedy for damage, which may lie in the folder that another one links to."""
+    origin = (folder / "manifest.json").resolve().parent
+    if origin == folder.resolve():
+        return f"remove {folder} and run the stage hidden_states again"
+    return (f"its files are those of {origin}: leave hidden_states.path out, or remove {origin} and {folder} "
+            "and run the stage hidden_states again")

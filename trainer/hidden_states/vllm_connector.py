@@ -10,7 +10,11 @@ gets a file only if its `kv_transfer_params` say `"hidden_states": true`. The an
 give the bare name of the file in `folder`, chosen here, and facts to check it by; the file may appear a
 moment after the answer. It holds `states` [rows, layers, hidden] and `tokens` [rows] int64 and appears by a
 rename, so it is complete as soon as it is there; `<name>.failed` with a reason appears in its stead if it
-cannot be written. The reader removes what it has read.
+cannot be written.
+
+The reader removes what it has read. A name begins with the 8 hexadecimal digits that the request gave as
+`"reader"`, so a reader that stops can remove all that is its own. What is left by one that was killed goes
+when it is an hour old: whichever server uses the folder removes it, at its start and while it works.
 
 One request's way: the scheduler side learns that it has finished, keeps its blocks and hands their ids to the
 workers with the next step; the worker of tensor-parallel rank 0 copies them before that step computes
@@ -22,6 +26,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import time
@@ -49,9 +54,12 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, KVCacheConfig
 from vllm.v1.request import Request, RequestStatus
 
-FORMAT = 1
+FORMAT = 2
 WRITERS = 4
 STALE_SECONDS = 3600.0  # a file this old was left by a reader that is gone: readers wait for minutes at most
+SWEEP_SECONDS = 600.0  # between two looks for such files
+READER = re.compile(r"[0-9a-f]{8}")
+NOBODY = "0" * 8
 OURS = re.compile(r"[0-9a-f]{32}\.safetensors(\.partial|\.failed)?")
 COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 logger = init_logger(f"vllm.{__name__}")
@@ -91,7 +99,10 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                       "hidden_size": model.get_hidden_size(),
                       "dtype": str(model.dtype).removeprefix("torch."),
                       "model_layers": model.get_total_num_hidden_layers(),
-                      "vocabulary": model.get_vocab_size()}
+                      "vocabulary": model.get_vocab_size(),
+                      # what of a row's states depends on other requests
+                      "max_num_seqs": vllm_config.scheduler_config.max_num_seqs,
+                      "prefix_caching": bool(vllm_config.cache_config.enable_prefix_caching)}
         _check_layers(self.facts, vllm_config)
         self.engine = str(transfer.engine_id)
         self.mark = hashlib.blake2b(self.engine.encode(), digest_size=4).hexdigest()
@@ -99,13 +110,14 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self.block = kv_cache_config.kv_cache_groups[self.group].kv_cache_spec.block_size
         self.finished: list[Job] = []
         self.named = 0
+        self.swept = -math.inf
         self.cache: Tensor | None = None
         self.copying: dict[str, torch.cuda.Event | None] = {}
         self.stream: torch.cuda.Stream | None = None
         self.writers: ThreadPoolExecutor | None = None
         if role == KVConnectorRole.SCHEDULER:
             self.folder.mkdir(parents=True, exist_ok=True)
-            _remove(self.folder, lambda path: path.stat().st_mtime < time.time() - STALE_SECONDS)
+            self._sweep()
 
     def get_finished_count(self) -> int:
         """One worker alone speaks for a request; vLLM would wait for all of them for ever."""
@@ -140,11 +152,23 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             return False, {"error": "the request has no token ids"}
         if (kept := len(blocks) * self.block) < len(tokens):
             return False, {"error": f"only {kept} states are kept for {len(tokens)} tokens"}
-        self.named += 1
-        unique = f"{self.engine}/{self.named}/{request.request_id}".encode()
-        name = f"{self.mark}{hashlib.blake2b(unique, digest_size=12).hexdigest()}.safetensors"
+        self._sweep()
+        name = self._name(request)
         self.finished.append(Job(request.request_id, name, list(tokens), list(blocks)))
         return True, {"file": name, "rows": len(tokens), **self.facts}
+
+    def _name(self, request: Request) -> str:
+        """A name that no other file has: whose it is, from which server, and a hash."""
+        self.named += 1
+        reader = str((request.kv_transfer_params or {}).get("reader"))
+        unique = hashlib.blake2b(f"{self.engine}/{self.named}/{request.request_id}".encode(), digest_size=8)
+        owner = reader if READER.fullmatch(reader) else NOBODY
+        return f"{owner}{self.mark}{unique.hexdigest()}.safetensors"
+
+    def _sweep(self) -> None:
+        if (now := time.monotonic()) - self.swept >= SWEEP_SECONDS:
+            self.swept = now
+            _remove(self.folder, lambda path: path.stat().st_mtime < time.time() - STALE_SECONDS)
 
     def build_connector_meta(self, scheduler_output: Any) -> Jobs:
         jobs, self.finished = self.finished, []
@@ -217,11 +241,11 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """The workers end first and write what they have; then the scheduler's side removes what this server
-        wrote and nobody fetched."""
+        wrote and nobody fetched. vLLM does not always come here: see the module for what happens then."""
         if self.writers is not None:
             self.writers.shutdown(wait=True)
         if self.role == KVConnectorRole.SCHEDULER:
-            _remove(self.folder, lambda path: path.name.startswith(self.mark))
+            _remove(self.folder, lambda path: path.name.startswith(self.mark, len(NOBODY)))
 
 
 def checksum(tensor: Tensor) -> int:
@@ -278,7 +302,8 @@ def _group_of_states(config: KVCacheConfig) -> int:
 
 
 def _remove(folder: Path, condition: Callable[[Path], bool]) -> None:
-    for path in folder.iterdir():
-        with suppress(OSError):  # somebody else was faster
-            if OURS.fullmatch(path.name) and condition(path):
-                path.unlink()
+    with suppress(OSError):  # whoever reads there will say so
+        for path in folder.iterdir():
+            with suppress(OSError):  # somebody else was faster
+                if OURS.fullmatch(path.name) and condition(path):
+                    path.unlink()

@@ -25,10 +25,9 @@ class FolderBusy(UserError):
 
 
 class ShardWriter:
-    """The only writer of its folder. A sample is stored once `commit` has returned; what was appended since
-    the
-    last `commit` is lost with the process, and nothing else. Leaving the `with` commits, unless because the
-    disk refused."""
+    """The only writer of its folder. A sample is stored once `commit` has returned; what was appended
+    since the last `commit` is lost with the process, and nothing else. Leaving the `with` commits, unless
+    because the disk refused."""
 
     def __init__(self, folder: Path, manifest: Manifest, shard_bytes: int) -> None:
         """Writes the manifest, or makes sure that the one there is the same; removes what was not committed.

@@ -4,10 +4,13 @@ fallback."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 from torch import Tensor
 
 from trainer.errors import UserError
+
+BlockAttention = Literal["reference", "flex"]
 
 
 def block_attention(name: str) -> Callable[..., Tensor]:

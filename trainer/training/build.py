@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -12,17 +13,18 @@ from torch import Tensor
 
 from trainer.architectures.base import DraftContext, Drafter
 from trainer.errors import UserError
+from trainer.ranges import Gives
 from trainer.records import Sample
 from trainer.target import Target
 from trainer.target_head import load_target_head, read_tensors, tensor_names
 from trainer.training.checkpoint import load_weights
 
-MakeDrafter = partial  # partial[Drafter]: the drafter's YAML node, waiting for its context
+MakeDrafter = Annotated[partial, Gives(("context",))]  # the drafter's YAML node, waiting for its context
 
 
 def build_drafter(make: MakeDrafter, target: Target, token_counts: Tensor) -> Drafter:
     """A fresh drafter; the same arguments give the same bits."""
-    wanted = make.func.initial_layers(**make.keywords)
+    wanted = wanted_layers(make, target)
     head = load_target_head(target.folder, target.config)
     bos = target.tokenizer.bos_token_id
     special = dict.fromkeys((*target.end_ids, *([] if bos is None else [bos])))
@@ -32,6 +34,22 @@ def build_drafter(make: MakeDrafter, target: Target, token_counts: Tensor) -> Dr
         return make(context=context)
     except ValueError as error:
         raise UserError(str(error)) from error
+
+
+def wanted_layers(make: MakeDrafter, target: Target) -> tuple[int, ...]:
+    """Layers of the target that the drafter starts from; raises when it has no such layers."""
+    wanted, count = make.func.initial_layers(**make.keywords), target.config["num_hidden_layers"]
+    for index in wanted:
+        if not -count <= index < count:
+            raise UserError(f"drafter.start_layers names layer {index}, but {target.name} has {count} layers")
+    return wanted
+
+
+def draft_problem(make: MakeDrafter, k: int) -> str | None:
+    """Why the drafter cannot draft `k` tokens, for people; None when it can."""
+    longest = make.func.longest_draft(**make.keywords)
+    return None if 1 <= k <= longest else \
+        f"must lie between 1 and {longest}, the longest draft of this drafter, but is {k}"
 
 
 def load_trained(make: MakeDrafter, target: Target, folder: Path) -> Drafter:
@@ -57,10 +75,7 @@ def count_tokens(samples: Sequence[Sample], vocab_size: int) -> Tensor:
 
 def _layer(target: Target, index: int) -> dict[str, Tensor]:
     """Tensors of the target's 0-based decoder layer `index`, names relative to the layer."""
-    count = target.config["num_hidden_layers"]
-    if not -count <= index < count:
-        raise UserError(f"drafter.start_layers names layer {index}, but {target.name} has {count} layers")
-    part = f"layers.{index % count}."
+    part = f"layers.{index % target.config['num_hidden_layers']}."
     names = {name.split(part, 1)[1]: name for name in tensor_names(target.folder)
              if f".{part}" in name and "vision" not in name and "mtp" not in name}
     tensors = read_tensors(target.folder, names.values())

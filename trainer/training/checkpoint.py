@@ -1,24 +1,24 @@
 """Checkpoints of a training run: complete, atomic, safetensors only.
 
 `checkpoints/step_000123/` holds `weights.safetensors` (float32 masters), `optimizer.safetensors` and
-`state.json` (the position; all randomness is a function of it). It appears by a rename after its files
-reached the disk. """
+`state.json` (the position, of which all randomness is a function, the lines of the log, and the sums of both
+files). It appears by a rename after its files reached the disk. """
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from trainer import _folders
 from trainer.errors import UserError
+
+WEIGHTS, STATE, DAMAGED = "weights.safetensors", "state.json", ".damaged"
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,15 @@ def save(root: Path, step: int, drafter: nn.Module, optimizer: torch.optim.Optim
     folder = root / f"step_{step:06d}"
     partial = folder.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    save_file(trained(drafter), partial / "weights.safetensors")
+    _folders.require_folder(partial)
+    save_file(trained(drafter), partial / WEIGHTS)
     save_file(_flat(optimizer), partial / "optimizer.safetensors")
-    (partial / "state.json").write_text(json.dumps({**state, "step": step}))
-    for path in partial.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    shutil.rmtree(folder, ignore_errors=True)
+    _folders.settle(partial)
+    _folders.write_sealed(partial / STATE, {**state, "step": step, "files": _folders.sums(partial)})
+    for replaced in (folder, folder.with_suffix(DAMAGED)):
+        shutil.rmtree(replaced, ignore_errors=True)
     partial.rename(folder)
+    _folders.sync(root)
     for old in find(root)[:-keep]:
         shutil.rmtree(old.folder)
     return Saved(folder, step)
@@ -55,18 +55,37 @@ def find(root: Path) -> list[Saved]:
                    if path.name[5:].isdigit()), key=lambda saved: saved.step)
 
 
+def newest(root: Path) -> Saved | None:
+    """The newest checkpoint that is as it was saved. Newer ones are told and set aside: training takes their
+    steps again, to the same bits."""
+    for saved in reversed(find(root)):
+        fault = _fault(saved.folder)
+        if not fault:
+            return saved
+        aside = saved.folder.with_suffix(DAMAGED)
+        shutil.rmtree(aside, ignore_errors=True)
+        saved.folder.rename(aside)
+        print(f"train: {fault}; that checkpoint is set aside as {aside.name}, and an earlier one taken, or "
+              f"the beginning", flush=True)
+    return None
+
+
+def _fault(folder: Path) -> str:
+    """What is wrong with a checkpoint, as the beginning of a sentence; "" when nothing is."""
+    try:
+        files = _folders.read_sealed(folder / STATE).get("files")
+    except (OSError, ValueError) as error:
+        return f"{folder / STATE} cannot be read ({error})"
+    return _folders.change(folder, files) if files else f"{folder / STATE} names no checksums"
+
+
 def load(saved: Saved, drafter: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """Fills drafter and optimizer, strictly; returns the state."""
-    try:
-        weights = load_file(saved.folder / "weights.safetensors")
-        state = json.loads((saved.folder / "state.json").read_text())
-        moments = load_file(saved.folder / "optimizer.safetensors") if optimizer is not None else {}
-    except (OSError, SafetensorError, json.JSONDecodeError) as error:
-        raise UserError(f"checkpoint {saved.folder} is damaged ({error}); remove it, training goes on from "
-                        "the one before") from error
-    load_weights(drafter, weights, saved.folder)
+    state = _folders.read_sealed(saved.folder / STATE)
+    del state["files"]
+    load_weights(drafter, load_file(saved.folder / WEIGHTS), saved.folder)
     if optimizer is not None:
-        _unflat(optimizer, moments)
+        _unflat(optimizer, load_file(saved.folder / "optimizer.safetensors"))
     return state
 
 
@@ -81,7 +100,8 @@ def load_weights(drafter: nn.Module, weights: dict[str, Tensor], where: Path) ->
         or [name for name in own if own[name].shape != weights[name].shape]
     if wrong:
         raise UserError(f"{where} does not fit the drafter: {len(wrong)} tensors differ in name or shape "
-                        f"({', '.join(wrong[:3])}); it was made with other drafter settings")
+                        f"({', '.join(wrong[:3])}); it was made with other drafter settings: remove it and "
+                        f"run the same command again")
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(weights[name])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -23,7 +24,7 @@ class Pace:
     warmup: float
     floor: float
     clip: float
-    precision: str
+    precision: Literal["bfloat16", "float32"]
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,22 @@ serves both.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
+
+from trainer.ranges import AtLeast, Below, NotNegative
+
+Decay = Annotated[float, AtLeast(0), Below(1)]  # of a running average
 
 
 class MuonAdamW(torch.optim.Optimizer):
     """`lr` for matrices (2-D parameters), `vector_lr` for everything else."""
 
-    def __init__(self, params: Iterable[nn.Parameter], lr: float, momentum: float, weight_decay: float,
-                 vector_lr: float, betas: tuple[float, float], eps: float) -> None:
+    def __init__(self, params: Iterable[nn.Parameter], lr: NotNegative, momentum: Decay,
+                 weight_decay: NotNegative, vector_lr: NotNegative, betas: tuple[Decay, Decay],
+                 eps: NotNegative) -> None:
         given = list(params)
         self.parts: tuple[torch.optim.Optimizer, ...] = (
             torch.optim.Muon([each for each in given if each.ndim == 2], lr=lr, momentum=momentum,

@@ -3,31 +3,53 @@ checkpoint."""
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from safetensors.torch import save_file
 
 from trainer.architectures.base import Drafter
+from trainer.data.packing import require_fit
 from trainer.data.responses import read_samples
 from trainer.errors import UserError
-from trainer.hidden_states.base import HiddenStateSource, Manifest
+from trainer.hidden_states.base import HiddenStateSource, MakeSource, Manifest
 from trainer.hidden_states.prefetch import Prefetch
 from trainer.pipeline import Stage
 from trainer.progress import Progress
+from trainer.ranges import (
+    AtMost,
+    Count,
+    Device,
+    Gives,
+    Positive,
+    Seed,
+    SequenceLength,
+    Share,
+    require_device,
+)
 from trainer.records import Sample
 from trainer.target import Target
 from trainer.training import checkpoint
-from trainer.training.build import MakeDrafter, build_drafter, count_tokens, save_counts
-from trainer.training.log import Log
+from trainer.training.build import MakeDrafter, build_drafter, count_tokens, save_counts, wanted_layers
+from trainer.training.log import Log, require_wandb
 from trainer.training.loop import Pace, Taken, add, fit, forward, means
 from trainer.training.rows import Rows
+
+
+@dataclass(frozen=True)
+class TrainRuntime:
+    """Where training runs, and after how many steps it saves and logs; nothing that changes the result."""
+
+    device: Device
+    checkpoint_every: Count
+    keep_checkpoints: Count
+    log_every: Count
+    wandb_project: str | None
 
 
 @dataclass(frozen=True)
@@ -37,33 +59,59 @@ class Train(Stage):
 
     target: Target
     drafter: MakeDrafter
-    optimizer: Callable[..., torch.optim.Optimizer]
-    source: Callable[..., HiddenStateSource]
-    epochs: int
-    steps: int | None
-    tokens: int
-    accumulate: int
-    warmup: float
-    floor: float
-    clip: float
-    precision: str
+    optimizer: Annotated[Callable[..., torch.optim.Optimizer], Gives(("params",))]
+    source: MakeSource
+    epochs: Count
+    steps: Count | None
+    tokens: Annotated[SequenceLength, AtMost(1 << 20)]
+    accumulate: Count
+    warmup: Share
+    floor: Share
+    clip: Positive
+    precision: Literal["bfloat16", "float32"]
     compile: bool
-    heldout_every: int
-    seed: int
-    runtime: dict[str, Any]  # device, checkpoint_every, keep_checkpoints, log_every, wandb_project
+    heldout_every: Count
+    seed: Seed
+    runtime: TrainRuntime
 
     after: ClassVar[tuple[str, ...]] = ("responses", "hidden_states")
     version: ClassVar[int] = 2
+    sized: ClassVar[tuple[str, ...]] = ("checkpoints/*",)
+
+    def check(self, stages: Mapping[str, Any]) -> dict[str, str]:
+        found = self.drafter.func.check(**self.drafter.keywords)
+        return {f"train.drafter.{name}": text for name, text in found.items()}
 
     def external(self) -> dict[str, Any]:
         return {"target": self.target.identity}
 
-    def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
-        answered = read_samples(inputs["responses"], "train")
+    def preflight(self) -> None:
+        require_device(self.runtime.device, "train.runtime.device")
+        wanted_layers(self.drafter, self.target)
+        _ = self.target.mask_token_id
+        try:
+            self.optimizer(params=[torch.nn.Parameter(torch.zeros(1, 1)), torch.nn.Parameter(torch.zeros(1))])
+        except ValueError as error:
+            raise UserError(f"the optimizer does not take its settings: {error}; mend optimizer.*") from error
+        if self.runtime.wandb_project:
+            require_wandb(self.runtime.wandb_project)
+
+    def foresee(self, inputs: dict[str, Path]) -> None:
+        if "responses" in inputs:
+            self._samples(inputs["responses"])
+
+    def _samples(self, responses: Path) -> tuple[list[Sample], list[Sample], int]:
+        """Those to train on, those held out, and how many training samples are left out; all fit in a row."""
+        answered = read_samples(responses, "train")
         samples = _trainable(answered)
-        heldout = _trainable(read_samples(inputs["responses"], "heldout"), required=False)
+        heldout = _trainable(read_samples(responses, "heldout"), required=False)
+        require_fit(samples + heldout, self.tokens)
+        return samples, heldout, len(answered) - len(samples)
+
+    def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
+        samples, heldout, left_out = self._samples(inputs["responses"])
         counts = count_tokens(samples, self.target.config["vocab_size"])
-        drafter = build_drafter(self.drafter, self.target, counts).to(self.runtime["device"])
+        drafter = build_drafter(self.drafter, self.target, counts).to(self.runtime.device)
         states = inputs["hidden_states"]
         Manifest.read(states).require(states, layers=drafter.tap_layers, last=drafter.needs_last,
                                       target=self.target.identity, template=self.target.template_hash)
@@ -74,26 +122,26 @@ class Train(Stage):
             source.close()
         save_counts(out, counts)
         save_file(checkpoint.trained(drafter), out / "weights.safetensors")
-        return {**record, "samples": len(samples), "left_out": len(answered) - len(samples),
+        return {**record, "samples": len(samples), "left_out": left_out,
                 "supervised": int(counts.sum()), "max_k": drafter.max_k,
                 "parameters": sum(parameter.numel() for parameter in drafter.parameters())}
 
     def _train(self, drafter: Drafter, samples: list[Sample], heldout: list[Sample],
                source: HiddenStateSource, out: Path) -> dict[str, Any]:
-        rows = Rows(samples, source, self.tokens, self.seed, self.runtime["device"])
+        rows = Rows(samples, source, self.tokens, self.seed, self.runtime.device)
         if self.compile:
             drafter.compile(dynamic=False)
-        steps = self.steps or rows.count(self.epochs) // self.accumulate
+        steps = rows.count(self.epochs) // self.accumulate if self.steps is None else self.steps
         if not steps:
             raise UserError(f"train.epochs={self.epochs} gives {rows.count(self.epochs)} packed rows, fewer "
                             f"than train.accumulate={self.accumulate}; lower accumulate or give more prompts")
-        optimizer = self.optimizer(drafter.parameters())
-        saved = checkpoint.find(out / "checkpoints")
-        position = {"step": 0, "tokens": 0, "seconds": 0.0, "sums": {}}
+        optimizer = self.optimizer(params=drafter.parameters())
+        saved = checkpoint.newest(out / "checkpoints")
+        position = {"step": 0, "tokens": 0, "seconds": 0.0, "sums": {}, "log": []}
         if saved:
-            position |= checkpoint.load(saved[-1], drafter, optimizer)
+            position |= checkpoint.load(saved, drafter, optimizer)
             print(f"train: going on after step {position['step']} of {steps}")
-        log = Log(out / "log.jsonl", position["step"], self.runtime["wandb_project"])
+        log = Log(out / "log.jsonl", position["log"], self.runtime.wandb_project)
         pace = Pace(steps, self.accumulate, self.warmup, self.floor, self.clip, self.precision)
         watch = _Watch(position)
         sums: dict[str, tuple[float, float]] = position["sums"]  # since the last line of the log
@@ -101,34 +149,37 @@ class Train(Stage):
 
         def save() -> None:
             checkpoint.save(out / "checkpoints", step, drafter, optimizer,
-                            {"tokens": watch.tokens, "seconds": watch.seconds, "sums": sums},
-                            self.runtime["keep_checkpoints"])
+                            {"tokens": watch.tokens, "seconds": watch.seconds, "sums": sums,
+                             "log": log.lines},
+                            self.runtime.keep_checkpoints)
 
-        with Progress("train", total=steps, unit="steps", start=step) as bar, \
-                closing(Prefetch(rows.row, source.ahead, steps * self.accumulate)) as ready:
+        if self.compile and step < steps:
+            print("train: compiling the drafter in the first step, half a minute or more without a word",
+                  flush=True)
+        with Progress("train", total=steps, unit="steps", start=step, warm_up=True) as bar, \
+                closing(Prefetch(rows.row, source.ahead, steps * self.accumulate)) as ready, source.in_use():
             try:
                 for taken in fit(drafter, optimizer, ready.get, pace, step):
                     step, told = taken.step, False
-                    watch.tokens += taken.tokens
+                    watch.took(taken.tokens)
                     _merge(sums, taken.totals)
                     bar.advance(1, loss=_share(taken, "loss"), accepted=_share(taken, "accepted_length"),
                                 lr=taken.lr, **{"tokens/s": watch.rate})
                     due = step == steps or step % self.heldout_every == 0
-                    if due or step % self.runtime["log_every"] == 0:
+                    if due or step % self.runtime.log_every == 0:
                         found = self._heldout(drafter, heldout, source) if due else {}
                         log.write(_line(taken, means(sums), watch) | found)
                         sums = {}
                     told = True
-                    if step == steps or step % self.runtime["checkpoint_every"] == 0:
+                    if step == steps or step % self.runtime.checkpoint_every == 0:
                         save()
             except UserError:
                 if told and step > position["step"]:
                     save()  # the row that could not be had took no part in what was learnt so far
                 raise
         log.close()
-        final = json.loads((out / "log.jsonl").read_text().splitlines()[-1])
         return {"steps": steps, "tokens": watch.tokens, "train_seconds": round(watch.seconds, 1),
-                "final": final}
+                "final": log.lines[-1]}
 
     @torch.no_grad()
     def _heldout(self, drafter: Drafter, samples: list[Sample],
@@ -136,12 +187,12 @@ class Train(Stage):
         """Loss and teacher-forced accepted length on the held-out samples, at anchors that never change."""
         if not samples:
             return {}
-        rows = Rows(samples, source, self.tokens, seed=0, device=self.runtime["device"])
+        rows = Rows(samples, source, self.tokens, seed=0, device=self.runtime.device)
         totals: dict[str, tuple[float, float]] = {}
         drafter.eval()
         count = rows.count(1)
         with torch.compiler.set_stance("force_eager"), \
-                closing(Prefetch(rows.row, source.ahead, count)) as ready:
+                closing(Prefetch(rows.row, source.ahead, count)) as ready, source.in_use():
             for number in range(count):  # too few rows to be worth a second compilation
                 add(totals, forward(drafter, ready.get(number), self.precision))
         drafter.train()
@@ -149,11 +200,18 @@ class Train(Stage):
 
 
 class _Watch:
-    """Seconds and tokens of a run over all its interruptions."""
+    """Seconds and tokens of a run over all its interruptions; the rate leaves the first step out, which
+    compiles."""
 
     def __init__(self, position: dict[str, Any]) -> None:
         self.before, self.start = position["seconds"], time.perf_counter()
-        self.tokens, self.earlier = position["tokens"], position["tokens"]
+        self.tokens = position["tokens"]
+        self.warm: tuple[float, int] | None = None  # time and tokens after the first step
+
+    def took(self, tokens: int) -> None:
+        self.tokens += tokens
+        if self.warm is None:
+            self.warm = time.perf_counter(), self.tokens
 
     @property
     def seconds(self) -> float:
@@ -161,7 +219,9 @@ class _Watch:
 
     @property
     def rate(self) -> float:
-        return (self.tokens - self.earlier) / (time.perf_counter() - self.start)
+        """Tokens a second; 0 until the second step."""
+        then, tokens = self.warm or (self.start, self.tokens)
+        return (self.tokens - tokens) / max(time.perf_counter() - then, 1e-9)
 
 
 def _trainable(samples: list[Sample], required: bool = True) -> list[Sample]:
@@ -171,9 +231,6 @@ def _trainable(samples: list[Sample], required: bool = True) -> list[Sample]:
         raise UserError(f"none of the {len(samples)} training samples has two supervised tokens, so there is "
                         "nothing to learn; look at the answers in the responses stage")
     return kept
-
-
-
 
 
 def _line(taken: Taken, figures: dict[str, float], watch: _Watch) -> dict[str, Any]:

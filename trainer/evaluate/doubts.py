@@ -1,0 +1,103 @@
+"""What a reader of the report is warned of: rows that contradict the definitions or say little, and what was
+left out on the way. One sentence for each engine and kind of doubt, however many rows share it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from trainer.evaluate import figures
+from trainer.evaluate.rows import FEW_DRAFTS, NEAR_ONE
+
+WEIGHTS_OR_LAYERS = (
+    "draft weights that the engine left unset, or hidden states taken from other layers than in training"
+)
+LEFT_OUT = (  # stage, number in its record, what it counts
+    ("prompts", "left_out", "prompts repeat a text that is held out and are not trained on"),
+    ("responses", "dropped", "conversations do not fit into the longest sequence and are not trained on"),
+    ("responses", "turns_without_room", "later turns do not fit into the longest sequence and are left out"),
+    ("evaluate", "left_out", "held-out prompts leave no room for an answer and were not measured"),
+)
+
+
+@dataclass(frozen=True)
+class Doubts:
+    """`identity_tolerance`: how far 1 + the sum of acceptance by position may be from the mean accepted
+    length; `rise_tolerance`: how much a position may exceed the one before; `sound`: whether all gates held,
+    so that a drafter that is not accepted is rather a poor one than one that is served wrongly."""
+
+    identity_tolerance: float
+    rise_tolerance: float
+    sound: bool
+
+    def warnings(self, rows: list[dict]) -> list[str]:
+        """The doubts of all rows, the gravest first; each names the first of the rows that it is about."""
+        found: dict[tuple[str, str], list[tuple[dict, str]]] = {}
+        for row in rows:
+            for kind, text in self.of(row):
+                found.setdefault((kind, figures.engine_of(row)), []).append((row, text))
+        ordered = sorted(found.items(), key=lambda each: each[0][0] != "unaccepted")
+        return [_sentence(*same[0], len(same) - 1) for _, same in ordered]
+
+    def of(self, row: dict) -> Iterator[tuple[str, str]]:
+        """Kind and words of each doubt in one row; nothing for a sound one."""
+        rates, length = row["per_position_acceptance"], row["mean_accepted_length"]
+        if "/" not in row["dataset"]:  # a slice is smaller than the whole, and need not be as good
+            yield from self._of_drafts(row, rates, length)
+        if rates and abs(1 + sum(rates) - length) > self.identity_tolerance:
+            yield "identity", (
+                f"the mean accepted length is {length:.3f} but 1 + the sum of acceptance by position is "
+                f"{1 + sum(rates):.3f}; they are equal by definition, so one of them was counted differently "
+                "(rates conditional on the position before, or counters of another workload mixed in)"
+            )
+        rise = max((after - before for before, after in pairwise(rates)), default=0.0)
+        if rise > self.rise_tolerance:
+            yield "rise", (
+                f"acceptance rises by {rise:.3f} from one position to the next, which cumulative acceptance "
+                "cannot do; this points at a fault of the verification kernel or at conditional rates"
+            )
+        elif _flat(rates):
+            yield "flat", (
+                f"acceptance stays at {rates[0]:.2f} over all {len(rates)} positions; real drafts lose some "
+                "at every position, so a flat curve points at a fault of the verification kernel"
+            )
+        if row.get("lossless") is False:
+            yield "lossless", (
+                "the text with the drafter differs from the text without; below float32 this happens between "
+                "batch shapes without a fault, in float32 with greedy decoding it means wrong verification"
+            )
+
+    def _of_drafts(self, row: dict, rates: list[float], length: float) -> Iterator[tuple[str, str]]:
+        drafts = row.get("drafts")
+        if rates and length < NEAR_ONE and drafts != 0:
+            causes = [
+                "a drafter that is trained too little (train.epochs, train.steps, prompts.limit)",
+                WEIGHTS_OR_LAYERS,
+            ]
+            first, second = causes if self.sound else reversed(causes)
+            yield "unaccepted", (
+                f"next to no draft token was accepted (accepted length {length:.2f}); the likeliest cause is "
+                f"{first}{', as all gates hold' if self.sound else ''}; then {second}"
+            )
+        if drafts is not None and drafts < FEW_DRAFTS:
+            yield "few", (
+                f"only {drafts} drafts were counted, so other prompts may well give another accepted length; "
+                "measure more of them (evaluate.prompts, evaluate.sampling.max_new_tokens)"
+            )
+
+
+def left_out(finished: dict[str, dict]) -> list[str]:
+    """What the stages left out of training or measuring; nothing where all took part."""
+    counts = ((finished.get(stage, {}).get("record", {}).get(name), what) for stage, name, what in LEFT_OUT)
+    return [f"{count} {what}." for count, what in counts if count]
+
+
+def _sentence(row: dict, text: str, more: int) -> str:
+    others = f" (and {more} more row{'s' if more > 1 else ''})" if more else ""
+    return f"{figures.name_of(row)}, {figures.users(row)}{others}: {text}."
+
+
+def _flat(rates: list[float]) -> bool:
+    """Whether next to nothing is lost after position 1, by a drafter that does miss at position 1."""
+    return len(rates) >= 3 and 0 < rates[0] < 0.9 and rates[-1] > 0.98 * rates[0]

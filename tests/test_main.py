@@ -540,7 +540,8 @@ def test_ctrl_c_while_the_imports_go_on_is_told_in_a_line(toy: Path) -> None:
 
 
 def test_paths_that_cannot_be(toy: Path, capfd: pytest.CaptureFixture) -> None:
-    for root, said in (("", "run_root (command line): must be str that is not empty"), ("x" * 300, "File name too long")):
+    for root, said in (("", "run_root (command line): must be str that is not empty"),
+                       ("x" * 300, "File name too long")):
         assert quick(toy, f"run_root={root}") == 2
         assert said in only_line(capfd.readouterr().err)
 

@@ -88,8 +88,8 @@ class Eagle3(Anchored):
 
     @classmethod
     def check(cls, **settings: Any) -> dict[str, str]:
-        return {"fc_norm": "must be false beside norm_before_fc, since both norm what fc reads, but is true"} \
-            if settings["fc_norm"] and settings["norm_before_fc"] else {}
+        both = settings["fc_norm"] and settings["norm_before_fc"]
+        return {"fc_norm": "must be false beside norm_before_fc, as both norm what fc reads"} if both else {}
 
     def features(self, taps: Tensor) -> Tensor:
         """g [T, H] of taps [T, layers * hidden] in any dtype."""

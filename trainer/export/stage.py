@@ -100,7 +100,8 @@ class Export(Stage):
             gates += [Gate(f"readback_{form}", misread, 1e-4, "<=",
                            "the exported folder does not describe the trained drafter: a config key "
                            "(rope, head_dim, layer ids, mask token) or a tensor differs"),
-                      Gate(f"rounding_{form}", _moved(trained, found), ROUNDING * torch.finfo(dtype).eps, "<=",
+                      Gate(f"rounding_{form}", _moved(trained, found), ROUNDING * torch.finfo(dtype).eps,
+                           "<=",
                            f"the trained weights do not survive export.dtype={self.dtype}: some are too "
                            "large or too small for it; export in float32")]
         return gates

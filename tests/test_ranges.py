@@ -34,7 +34,7 @@ BAD = {
     "hardware.precision": ("float16",), "hardware.attention": ("fast",),
     "drafter.layers": (0,), "drafter.block_size": (1,), "drafter.anchors": (0,), "drafter.loss_chunk": (0,),
     "drafter.draft_vocab_size": (0, -1), "drafter.intermediate_size": (0,),
-    "drafter.decay_gamma": (0, -1.0, float("nan")),
+    "drafter.objective.positions.gamma": (0, -1.0, float("nan")),
     "train.epochs": (0, -1), "train.steps": (0,), "train.tokens": (0, 1, 10**12), "train.accumulate": (0,),
     "train.warmup": (-0.1, 1.5, float("nan"), float("inf")), "train.floor": (-1, float("nan")),
     "train.clip": (0, -1.0, float("nan")), "train.precision": ("float16",),

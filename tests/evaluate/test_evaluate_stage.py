@@ -128,6 +128,18 @@ def test_sampled_answers_are_refused_before_the_run(tiny_target: Target) -> None
     assert stage(tiny_target).check(others) == {}
 
 
+@pytest.fixture(scope="module")
+def uneven_lengths(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six held-out prompts, of which the second and the fifth are long."""
+    folder = tmp_path_factory.mktemp("lengths")
+    source = folder / "source.jsonl"
+    rows = [{"id": f"p{number}", "turns": [f"{number}" + "x" * (200 if number in (1, 4) else 5)],
+             "split": "heldout"} for number in range(6)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in [*rows, PROMPTS[-1]]))
+    Prompts(Jsonl(str(source)), None, 6).run({}, folder)
+    return folder
+
+
 def test_prompts_without_room_are_left_out_and_counted(tiny_target: Target, inputs: dict[str, Path],
                                                        uneven_lengths: Path, tmp_path: Path) -> None:
     made = stage(tiny_target, too_long="drop", engine=engine(max_length=150))

@@ -306,7 +306,9 @@ def test_names_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixtu
     rows = [make_row([0.0, 0.0], dataset=name, engine="[/e]", drafts=9) for name in ("[h]", f"heldout/{ODD}")]
     out = tmp_path / "out"
     out.mkdir()
-    Report(ODD, "vllm", 0.02, 0.002).run(make_run(tmp_path, rows=rows), out)
+    report = Report(ODD, "vllm", 0.02, 0.002)
+    report.run(make_run(tmp_path, rows=rows), out)
+    report.tell(out)
     printed = capsys.readouterr().out
     assert f"{ODD}: accepted length 1.00 at K=2" in printed
     assert f"  heldout/{ODD}  " in printed

@@ -2,7 +2,7 @@
 
     python parity_worker.py FOLDER
 
-`FOLDER/request.json` lists cases (name, target, drafter, inputs, k, each_missing); results go to
+`FOLDER/request.json` lists cases (name, method, target, drafter, inputs, k, each_missing); results go to
 `FOLDER/results.json` and `FOLDER/results.safetensors` (logits by case). The path is the server's: folder
 -> engine configuration -> class -> loader -> sharing with the target -> KV cache and attention kernel.
 Before loading, every parameter is filled with a value that no checkpoint has, so that what the loader leaves
@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 
 import torch
 from safetensors import safe_open
@@ -43,7 +44,8 @@ def engine_config(case: dict[str, Any]) -> VllmConfig:
     and draft length itself."""
     settings: dict[str, Any] = {"model": case["drafter"]}
     if case["k"] is not None:
-        speculation = {"method": "dflash", "model": case["drafter"], "num_speculative_tokens": case["k"]}
+        speculation = {"method": case["method"], "model": case["drafter"],
+                       "num_speculative_tokens": case["k"]}
         settings = {"model": case["target"], "speculative_config": speculation}
     return EngineArgs(dtype="float32", max_model_len=256, max_num_seqs=2, max_num_batched_tokens=256,
                       enforce_eager=True, **settings).create_engine_config()
@@ -95,33 +97,73 @@ def fill(parameter: Tensor, rows: Tensor) -> None:
     parameter.data[:len(rows)] = rows.to(parameter.dtype)
 
 
+class Cache:
+    """An empty KV cache of `BLOCKS` blocks for the drafter's attention layers, and their metadata."""
+
+    def __init__(self, config: VllmConfig, names: list[str]) -> None:
+        self.config, self.names = config, names
+        attention = config.compilation_config.static_forward_context
+        for name in names:
+            self.spec = attention[name].get_kv_cache_spec(config)
+            attention[name].kv_cache = torch.zeros(BLOCKS, self.spec.num_kv_heads, self.spec.block_size,
+                                                   2 * self.spec.head_size)
+        self.builder = attention[names[0]].attn_backend.get_builder_cls()
+
+    def metadata(self, first: int, count: int, causal: bool) -> tuple[Any, Tensor]:
+        """For `count` tokens at positions from `first` on, and the slots of their keys. Making it also
+        prepares the attention layers for keys that are written outside a forward pass."""
+        starts, slots = torch.tensor([0, count], dtype=torch.int32), torch.arange(first, first + count)
+        common = CommonAttentionMetadata(
+            query_start_loc=starts, query_start_loc_cpu=starts, num_reqs=1, num_actual_tokens=count,
+            seq_lens=torch.tensor([first + count], dtype=torch.int32), max_query_len=count,
+            max_seq_len=first + count, block_table_tensor=torch.arange(BLOCKS, dtype=torch.int32)[None],
+            slot_mapping=slots, causal=causal)
+        builder = self.builder(self.spec, self.names, self.config, torch.device("cpu"))
+        return builder.build(0, common), slots
+
+    def forward(self, model: nn.Module, made: tuple[Any, Tensor], *inputs: Tensor) -> Any:
+        metadata, slots = made
+        with set_forward_context(dict.fromkeys(self.names, metadata), self.config, num_tokens=len(slots),
+                                 slot_mapping=dict.fromkeys(self.names, slots)):
+            return model(*inputs)
+
+
+def block_logits(config: VllmConfig, model: nn.Module, tokens: Tensor, states: Tensor) -> Tensor:
+    """[1 + K, vocabulary]: the block after the last token, in one pass."""
+    cache = Cache(config, model.get_draft_kv_cache_layer_names())
+    context, queries = len(tokens) - 1, 1 + config.speculative_config.num_speculative_tokens
+    made = cache.metadata(context, queries, causal=all(model.get_draft_attn_causal()))
+    known = torch.arange(context)
+    model.precompute_and_store_context_kv(model.combine_hidden_states(states), known, known)
+    ids = torch.full((queries,), model.model.mask_token_id)
+    ids[0] = tokens[-1]
+    return model.compute_logits(cache.forward(model, made, ids, torch.arange(context, context + queries)))
+
+
+def chain_logits(config: VllmConfig, model: nn.Module, tokens: Tensor, states: Tensor) -> Tensor:
+    """[1 + K, vocabulary], the first row empty: token after token, each from the state of the one before."""
+    attention = config.compilation_config.static_forward_context
+    cache = Cache(config, [name for name in attention if type(attention[name]).__name__ == "Attention"])
+    count = len(tokens) - 1
+    hidden, fed = cache.forward(model, cache.metadata(0, count, causal=True), tokens[1:], torch.arange(count),
+                                model.combine_hidden_states(states))
+    found = [model.compute_logits(hidden[-1:])]
+    for place in range(count, count + config.speculative_config.num_speculative_tokens - 1):
+        hidden, fed = cache.forward(model, cache.metadata(place, 1, causal=True), found[-1].argmax(-1),
+                                    torch.tensor([place]), fed[-1:])
+        found.append(model.compute_logits(hidden))
+    return torch.cat([torch.full_like(found[0], float("nan")), *found])
+
+
+DRAFT = {"dflash": block_logits, "eagle3": chain_logits}
+
+
 @torch.inference_mode()
-def draft_logits(config: VllmConfig, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+def draft_logits(config: VllmConfig, model: nn.Module, method: str, inputs: dict[str, Tensor]) -> Tensor:
     """[1 + K, vocabulary], as the server's first draft after a prompt. inputs: `tokens` [T], whose last one
     is the anchor, and the target's state after L layers, `layer.L` [T - 1, hidden], for every L."""
-    names = model.get_draft_kv_cache_layer_names()
-    attention = config.compilation_config.static_forward_context
-    for name in names:
-        spec = attention[name].get_kv_cache_spec(config)
-        attention[name].kv_cache = torch.zeros(BLOCKS, spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
-    context, queries = len(inputs["tokens"]) - 1, 1 + config.speculative_config.num_speculative_tokens
-    positions = torch.arange(context + queries)
-    starts = torch.tensor([0, queries], dtype=torch.int32)
-    common = CommonAttentionMetadata(
-        query_start_loc=starts, query_start_loc_cpu=starts, num_reqs=1, num_actual_tokens=queries,
-        seq_lens=torch.tensor([context + queries], dtype=torch.int32), max_query_len=queries,
-        max_seq_len=context + queries, block_table_tensor=torch.arange(BLOCKS, dtype=torch.int32)[None],
-        slot_mapping=positions[context:], causal=all(model.get_draft_attn_causal()))
-    builder = attention[names[0]].attn_backend.get_builder_cls()
-    metadata = builder(spec, names, config, torch.device("cpu")).build(0, common)
-    ids = torch.full((queries,), model.model.mask_token_id)
-    ids[0] = inputs["tokens"][-1]
     states = torch.cat([inputs[f"layer.{layer}"] for layer in tapped(config)], dim=-1)
-    model.precompute_and_store_context_kv(model.combine_hidden_states(states), positions[:context],
-                                          positions[:context])
-    with set_forward_context(dict.fromkeys(names, metadata), config, num_tokens=queries,
-                             slot_mapping=dict.fromkeys(names, positions[context:])):
-        return model.compute_logits(model(ids, positions[context:]))
+    return DRAFT[method](config, model, inputs["tokens"], states)
 
 
 def tapped(config: VllmConfig) -> list[int]:
@@ -140,9 +182,10 @@ def run(case: dict[str, Any], config: VllmConfig) -> tuple[dict[str, Any], Tenso
     share(model, Path(case["target"]))
     with set_current_vllm_config(config):
         process_weights_after_loading(model, draft, torch.device("cpu"))
-        logits = draft_logits(config, model.eval(), load_file(case["inputs"]))
-    return {**result, "class": type(model).__name__, "unset": unset, "causal": model.get_draft_attn_causal(),
-            "mask_token_id": model.model.mask_token_id}, logits
+        logits = draft_logits(config, model.eval(), case["method"], load_file(case["inputs"]))
+    if case["method"] == "dflash":
+        result |= {"causal": model.get_draft_attn_causal(), "mask_token_id": model.model.mask_token_id}
+    return {**result, "class": type(model).__name__, "unset": unset}, logits
 
 
 def main(folder: Path) -> None:

@@ -89,11 +89,14 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Target]:
     found = {}
     for name, choice in TARGETS.items():
         found[name] = build(compose_configuration([choice], find()).settings["target"])
-    source = RandomLlama(hidden_size=64, layers=3, heads=2, key_value_heads=1, intermediate_size=128,
-                         vocab_size=320, tied=False, seed=7, scale=0.2,
-                         runtime=Kept(str(tmp_path_factory.mktemp("cache"))))
-    found["random"] = Target("random", source, "<|mask|>", [1, 2], {}, 512, False)
+    found["random"] = random_target(tmp_path_factory.mktemp("cache"))
     return found
+
+
+def random_target(cache: Path) -> Target:
+    source = RandomLlama(hidden_size=64, layers=3, heads=2, key_value_heads=1, intermediate_size=128,
+                         vocab_size=320, tied=False, seed=7, scale=0.2, runtime=Kept(str(cache)))
+    return Target("random", source, "<|mask|>", [1, 2], {}, 512, False)
 
 
 @pytest.fixture(scope="module")
@@ -135,14 +138,19 @@ def random_drafter(name: str, target: Target, rows: int | None) -> Drafter:
     make = build(node | {"layers": 2, "block_size": BLOCK[name], "tap_layers": list(target.tap_layers),
                          "draft_vocab_size": rows})
     drafter = build_drafter(make, target, torch.arange(target.config["vocab_size"]) * 7919 % 1000)
+    spread(drafter, SPREAD[name])
+    for layer in drafter.layers:  # the same everywhere: see `BlockAttention`
+        layer.self_attn.k_norm.weight.copy_(drafter.layers[0].self_attn.k_norm.weight)
+    return drafter
+
+
+def spread(drafter: Drafter, width: float) -> None:
+    """Gives it random weights, wide enough that no part of them can be left out without a trace."""
     drafter.eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(5)
     for parameter in drafter.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        parameter.copy_(1 + 0.3 * noise if parameter.dim() == 1 else SPREAD[name] * noise)
-    for layer in drafter.layers:  # the same everywhere: see `BlockAttention`
-        layer.self_attn.k_norm.weight.copy_(drafter.layers[0].self_attn.k_norm.weight)
-    return drafter
+        parameter.copy_(1 + 0.3 * noise if parameter.dim() == 1 else width * noise)
 
 
 def export(drafter: Drafter, form: str, folder: Path, target: Target) -> None:
@@ -168,8 +176,8 @@ def wrong_copy(right: Path, form: str, mistake: str) -> str:
 def request(case: str, folder: Path, target: Target, inputs: Path, alone: bool, k: int,
             each_missing: bool = False) -> dict[str, Any]:
     """`alone`: vLLM is given the drafter's folder and nothing else."""
-    return {"name": case, "target": str(target.folder), "drafter": str(folder / case), "inputs": str(inputs),
-            "k": None if alone else k, "each_missing": each_missing}
+    return {"name": case, "method": "dflash", "target": str(target.folder), "drafter": str(folder / case),
+            "inputs": str(inputs), "k": None if alone else k, "each_missing": each_missing}
 
 
 def run_worker(folder: Path) -> None:
@@ -226,7 +234,7 @@ def test_every_missing_tensor_is_found(answers: Answers, case: str) -> None:
 
 def shared(drafter: Drafter) -> list[str]:
     """`mask_embedding` is filled from a file that no folder of ours has, and otherwise not read."""
-    head = [] if drafter.reduced else ["lm_head.weight"]
+    head = [] if drafter.vocabulary.reduced else ["lm_head.weight"]
     return sorted([*head, "model.embed_tokens.weight", "model.mask_embedding"])
 
 

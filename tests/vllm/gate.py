@@ -39,9 +39,7 @@ class Gate:
 
     def cut(self) -> None:
         for end in (self.listener, *self.ends):
-            with contextlib.suppress(OSError):  # not connected any more
-                end.shutdown(socket.SHUT_RDWR)
-            end.close()
+            finish(end)
 
     def _accept(self, listener: socket.socket) -> None:
         with contextlib.suppress(OSError):  # cut
@@ -59,4 +57,11 @@ class Gate:
                     self.cut()
                 other.sendall(data)
         for end in (one, other):
-            end.close()
+            finish(end)
+
+
+def finish(end: socket.socket) -> None:
+    """Closing alone would not end it for as long as another thread waits for what comes."""
+    with contextlib.suppress(OSError):  # not connected any more
+        end.shutdown(socket.SHUT_RDWR)
+    end.close()

@@ -50,6 +50,14 @@ def lose_a_shard(folder: Path) -> None:
     (folder / "model-00002-of-00002.safetensors").unlink()
 
 
+def lose_a_tensor(folder: Path) -> None:
+    in_shards(folder)
+    path = folder / "model-00002-of-00002.safetensors"
+    tensors = load_file(path)
+    tensors.popitem()
+    save_file(tensors, path)
+
+
 @pytest.mark.parametrize(("change", "said"), [
     (shutil.rmtree, "has no config.json"),
     (remove("config.json"), "has no config.json"),
@@ -57,7 +65,19 @@ def lose_a_shard(folder: Path) -> None:
     (remove("tokenizer*"), r"has no tokenizer \(none of tokenizer.json"),
     (remove("*.safetensors"), "has no safetensors weights"),
     (lose_a_shard, r"lacks 1 of the 2 shards .*\(model-00002-of-00002.safetensors\)"),
-    (lambda folder: (folder / "model.safetensors.index.json").write_text("[]"), "index.json is not an index"),
+    (lambda folder: (folder / "model.safetensors.index.json").write_text("[]"),
+     "index.json is not as expected: it holds a list"),
+    (lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": [1]}'),
+     "index.json is not an index"),
+    (lambda folder: (folder / "config.json").write_text("[]"), "config.json is not as expected: "),
+    (lambda folder: (folder / "config.json").write_text('{"hidden_size": 8}'), "says vocab_size None, "),
+    (lambda folder: (folder / "tokenizer.json").write_text("{x"), "tokenizer.json is not valid JSON"),
+    (lambda folder: (folder / "generation_config.json").write_text("{x"), "config.json is not valid JSON"),
+    (lambda folder: (folder / "model.safetensors").write_bytes(
+        (folder / "model.safetensors").read_bytes()[:-10]), "model.safetensors is damaged or not whole"),
+    (lambda folder: (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n"),
+     "model.safetensors is a Git LFS pointer"),
+    (lose_a_tensor, "lacks 1 tensors that model.safetensors.index.json says it holds"),
 ])
 def test_an_unusable_folder_is_said_in_one_sentence(folder: Path, change: Callable[[Path], None], said: str,
                                                     tiny_target: Target) -> None:
@@ -234,3 +254,23 @@ def test_a_cache_that_cannot_be(tmp_path: Path) -> None:
     made.with_name(f"{made.name}.partial").touch()
     with pytest.raises(UserError, match=r"\.partial is a file, expected a folder or nothing; remove it"):
         source.folder()
+
+
+def test_arguments_of_the_template_decide_the_fingerprint_by_a_hash(tiny_target: Target) -> None:
+    """Whatever they are called: settings named like `token` are masked, `runtime` is left out."""
+    assert tiny_target.facts == {"target": tiny_target.identity}
+    found = [replace(tiny_target, template=given).facts["template"]
+             for given in ({"token": "a"}, {"token": "b"}, {"runtime": "a"}, {"runtime": "b"})]
+    assert len(set(found)) == 4
+
+
+def test_sizes_of_a_random_target_that_do_not_go_together(tmp_path: Path) -> None:
+    for sizes in ((32, 1, 3, 1), (30, 1, 2, 1), (32, 1, 4, 3)):
+        with pytest.raises(UserError, match=f"hidden_size={sizes[0]}, heads={sizes[2]} and .* do not go"):
+            RandomLlama(*sizes, 48, 280, False, 3, 0.2, Kept(str(tmp_path))).folder()
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_told(tiny_target: Target, folder: Path) -> None:
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    with pytest.raises(UserError, match="the tokenizer in .* cannot be loaded"):
+        _ = replace(tiny_target, source=Folder(str(folder))).tokenizer

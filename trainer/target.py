@@ -21,6 +21,9 @@ from trainer.ranges import Amount, Layers, SequenceLength
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 IDENTITY_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer.model",
                   "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+INDEX = "model.safetensors.index.json"
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+POINTER = b"version https://git-lfs"
 
 
 class TargetSource(ABC):
@@ -88,12 +91,27 @@ class Target:
     def tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=self.trust_remote_code)
+        try:
+            return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=self.trust_remote_code)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+            reason = (str(error).splitlines() or [""])[0] or type(error).__name__
+            raise UserError(f"the tokenizer in {self.folder} cannot be loaded ({reason}); fetch its files "
+                            "again, or install what they need") from error
 
     @cached_property
     def identity(self) -> str:
         """16 hex digits that change with the weights, the configuration, the tokenizer or the template."""
         return folder_identity(self.folder)
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What decides answers and states, for the fingerprints of stages. The arguments of the template are
+        hashed, since among settings those with names like `token` would be masked."""
+        found = {"target": self.identity}
+        if self.template:
+            text = json.dumps(self.template, sort_keys=True)
+            found["template"] = hashlib.sha256(text.encode()).hexdigest()[:16]
+        return found
 
     @property
     def template_hash(self) -> str:
@@ -148,23 +166,66 @@ def check_folder(folder: Path) -> None:
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise UserError(f"target folder {folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}); "
                         f"copy the tokenizer files of the model into it")
+    for name in (*IDENTITY_FILES, INDEX):
+        if name.endswith(".json") and (folder / name).is_file():
+            _object(folder / name)
+    _check_sizes(folder / "config.json")
+    _check_weights(folder)
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """The JSON object that a file of the target holds."""
     try:
-        json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{folder / 'config.json'} is not valid JSON ({error}); fetch it again") from error
-    index = folder / "model.safetensors.index.json"
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not valid JSON ({error}); fetch it again") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is not as expected: it holds a {type(found).__name__}, not an object; fetch "
+                        "it again")
+    return found
+
+
+def _check_sizes(path: Path) -> None:
+    config = _object(path)
+    config = config.get("text_config", config)
+    for name in SIZES:
+        value = config.get(name) if isinstance(config, dict) else None
+        if type(value) is not int or value < 1:
+            raise UserError(f"{path} says {name} {value!r}, expected a number of at least 1; it is not the "
+                            "config of a decoder, or damaged: fetch it again")
+
+
+def _check_weights(folder: Path) -> None:
+    """Every shard is there and whole, and holds the tensors that the index says."""
+    from safetensors import SafetensorError, safe_open
+
+    index, named = folder / INDEX, {path.name: set() for path in folder.glob("*.safetensors")}
     if index.is_file():
-        try:
-            named = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{index} is not an index of shards ({error}); fetch it again") from error
+        places = _object(index).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+            raise UserError(f"{index} is not an index of shards (it has no weight_map of file names); fetch "
+                            "it again")
+        named = {name: {tensor for tensor, place in places.items() if place == name}
+                 for name in sorted(set(places.values()))}
         missing = [name for name in named if not (folder / name).is_file()]
         if missing:
             raise UserError(f"target folder {folder} lacks {len(missing)} of the {len(named)} shards that "
                             f"its index names ({', '.join(missing[:3])}); fetch them again")
-    elif not any(folder.glob("*.safetensors")):
+    if not named:
         raise UserError(f"target folder {folder} has no safetensors weights; only safetensors is read, so "
                         "convert the model with its save_pretrained(safe_serialization=True)")
+    for name, tensors in named.items():
+        with (folder / name).open("rb") as file:
+            if file.read(len(POINTER)) == POINTER:
+                raise UserError(f"{folder / name} is a Git LFS pointer, not the weights; run git lfs pull")
+        try:
+            with safe_open(folder / name, framework="pt") as file:
+                absent = sorted(tensors - {*file.keys()})
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{folder / name} is damaged or not whole ({error}); fetch it again") from error
+        if absent:
+            raise UserError(f"{folder / name} lacks {len(absent)} tensors that {INDEX} says it holds "
+                            f"({', '.join(absent[:3])}); fetch both again")
 
 
 def folder_identity(folder: Path) -> str:

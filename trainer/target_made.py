@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 from trainer import _folders
 from trainer.errors import UserError
-from trainer.ranges import Above, AtLeast, Count, Seed, Text
+from trainer.ranges import Above, AtLeast, AtMost, Count, Seed, Text
 from trainer.target import TargetSource
 
 MADE = "made.json"  # the sums of the other files in a made folder
@@ -71,10 +71,14 @@ class RandomLlama(TargetSource):
     vocab_size: Annotated[int, AtLeast(264)]
     tied: bool
     seed: Seed
-    scale: Annotated[float, Above(0)]
+    scale: Annotated[float, Above(0), AtMost(1)]
     runtime: Kept
 
     def folder(self) -> Path:
+        if self.hidden_size % (2 * self.heads) or self.heads % self.key_value_heads:
+            raise UserError(f"target.source.hidden_size={self.hidden_size}, heads={self.heads} and "
+                            f"key_value_heads={self.key_value_heads} do not go together: the hidden size "
+                            "must be a multiple of twice the heads, the heads of those of keys and values")
         settings = {key: value for key, value in asdict(self).items() if key != "runtime"}
         name = "random-" + hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
         return _made_once(self.runtime.cache, name, self._make)

@@ -57,7 +57,7 @@ class Regenerate(Stage):
     version: ClassVar[int] = 1
 
     def external(self) -> dict[str, Any]:
-        return {"target": self.target.identity}
+        return self.target.facts
 
     def longest(self, prompts: Sequence[Prompt]) -> list[Length]:
         """Every answer as long as it may be; earlier turns' answers count in the later ones."""
@@ -144,7 +144,7 @@ class AsGiven(Stage):
     version: ClassVar[int] = 1
 
     def external(self) -> dict[str, Any]:
-        return {"target": self.target.identity}
+        return self.target.facts
 
     def longest(self, prompts: Sequence[Prompt]) -> list[Length]:
         """The given answers, exactly, and those too that are too long."""

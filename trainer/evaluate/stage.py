@@ -78,7 +78,7 @@ class Evaluate(Stage):
         return problems
 
     def external(self) -> dict[str, Any]:
-        return {"target": self.target.identity}
+        return self.target.facts
 
     def preflight(self) -> None:
         if self.server is not None:

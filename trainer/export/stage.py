@@ -52,7 +52,7 @@ class Export(Stage):
         return {} if problem is None else {"export.default_k": problem}
 
     def external(self) -> dict[str, Any]:
-        return {"target": self.target.identity}
+        return self.target.facts
 
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
         drafter = load_trained(self.drafter, self.target, inputs["train"])

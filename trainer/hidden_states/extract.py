@@ -65,7 +65,7 @@ class Probe(Stage):
     version: ClassVar[int] = 2
 
     def external(self) -> dict[str, Any]:
-        return {"target": self.target.identity}
+        return self.target.facts
 
     def preflight(self) -> None:
         require_device(self.runtime.device, "hidden_states.runtime.device")

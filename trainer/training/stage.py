@@ -83,7 +83,7 @@ class Train(Stage):
         return {f"train.drafter.{name}": text for name, text in found.items()}
 
     def external(self) -> dict[str, Any]:
-        return {"target": self.target.identity}
+        return self.target.facts
 
     def preflight(self) -> None:
         require_device(self.runtime.device, "train.runtime.device")

@@ -11,6 +11,7 @@ from hydra.utils import instantiate
 from torch import nn
 
 from trainer.training import checkpoint
+from trainer.training.optimizers import MuonAdamW
 
 OPTIMIZERS = sorted((Path(__file__).parents[2] / "conf/optimizer").glob("*.yaml"))
 
@@ -60,3 +61,19 @@ def test_muon_takes_the_matrices_alone() -> None:
     shapes = [{parameter.ndim for group in part.param_groups for parameter in group["params"]}
               for part in parts]
     assert shapes == [{2}, {1}]
+
+
+def test_muon_leaves_vectors_and_tables_to_adamw() -> None:
+    """A row of a table that was not looked up stays where it is."""
+    table, matrix = nn.Embedding(6, 4), nn.Linear(4, 4)
+    table.weight.is_table = True
+    before = table.weight.detach().clone()
+    optimizer = MuonAdamW([*table.parameters(), *matrix.parameters()], lr=0.1, momentum=0.9, weight_decay=0.0,
+                          vector_lr=0.1, betas=(0.9, 0.95), eps=1e-8)
+    muon, adamw = ([id(each) for group in part.param_groups for each in group["params"]]
+                   for part in optimizer.parts)
+    assert muon == [id(matrix.weight)] and set(adamw) == {id(table.weight), id(matrix.bias)}
+    matrix(table(torch.tensor([1, 4]))).pow(2).sum().backward()
+    optimizer.step()
+    moved = (table.weight.detach() != before).any(dim=1)
+    assert moved.tolist() == [False, True, False, False, True, False]

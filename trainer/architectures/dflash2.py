@@ -73,6 +73,7 @@ class CandidateSelector(nn.Module):
         super().__init__()
         self.predecessor_codebook = nn.Parameter(torch.randn(vocabulary, rank) * 0.1)
         self.successor_codebook = nn.Parameter(torch.randn(vocabulary, rank) * 0.1)
+        self.predecessor_codebook.is_table = self.successor_codebook.is_table = True
         self.hidden_projection = nn.Linear(hidden, rank, bias=False)
         nn.init.normal_(self.hidden_projection.weight, std=0.02)
 

@@ -31,6 +31,7 @@ class MarkovHead(nn.Module):
         super().__init__()
         self.markov_w1 = nn.Embedding(vocabulary, rank)
         self.markov_w2 = nn.Linear(rank, drafted, bias=False)
+        self.markov_w1.weight.is_table = True
         nn.init.normal_(self.markov_w1.weight, std=0.01)
         nn.init.normal_(self.markov_w2.weight, std=0.02)
 

@@ -1,8 +1,9 @@
 """Optimizers beyond torch's own: Muon for matrices with AdamW for the rest, as one object.
 
-Muon (momentum, orthogonalised by Newton-Schulz) learns a drafter's matrices in fewer steps; norms are
-vectors, for which it is not defined. With `match_rms_adamw` its updates have the size of AdamW's, so one rate
-serves both.
+Muon (momentum, orthogonalised by Newton-Schulz) learns a drafter's matrices in fewer steps. Norms are
+vectors, for which it is not defined, and a table has rows that are looked up one by one, which it would move
+all together: a drafter marks those with `is_table`. With `match_rms_adamw` its updates have the size of
+AdamW's, so one rate serves both.
 """
 
 from __future__ import annotations
@@ -19,17 +20,19 @@ Decay = Annotated[float, AtLeast(0), Below(1)]  # of a running average
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """`lr` for matrices (2-D parameters), `vector_lr` for everything else."""
+    """`lr` for matrices (2-D parameters that are no tables), `vector_lr` for everything else."""
 
     def __init__(self, params: Iterable[nn.Parameter], lr: NotNegative, momentum: Decay,
                  weight_decay: NotNegative, vector_lr: NotNegative, betas: tuple[Decay, Decay],
                  eps: NotNegative) -> None:
         given = list(params)
+        matrices = [each for each in given if each.ndim == 2 and not getattr(each, "is_table", False)]
+        chosen = {id(each) for each in matrices}
         self.parts: tuple[torch.optim.Optimizer, ...] = (
-            torch.optim.Muon([each for each in given if each.ndim == 2], lr=lr, momentum=momentum,
-                             weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW([each for each in given if each.ndim != 2], lr=vector_lr, betas=tuple(betas),
-                              eps=eps, weight_decay=0.0))
+            torch.optim.Muon(matrices, lr=lr, momentum=momentum, weight_decay=weight_decay,
+                             adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW([each for each in given if id(each) not in chosen], lr=vector_lr,
+                              betas=tuple(betas), eps=eps, weight_decay=0.0))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -115,6 +115,9 @@ def main() -> int:
     options = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 110, soft_wrap=not sys.stdout.isatty(),
                       markup=False)
+    if not Manifest.path(options.folder).is_file():
+        print(f"{options.folder} is no folder of hidden states: it has no manifest.json", file=sys.stderr)
+        return 1
     try:
         reader = ShardReader(options.folder)
     except UserError as error:

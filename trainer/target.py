@@ -21,6 +21,7 @@ from trainer.ranges import Amount, Layers, SequenceLength
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 IDENTITY_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer.model",
                   "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+MORE_FILES = ("vocab.json", "merges.txt", "added_tokens.json", "additional_chat_templates/*", "*.py")
 INDEX = "model.safetensors.index.json"
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 POINTER = b"version https://git-lfs"
@@ -238,6 +239,8 @@ def folder_identity(folder: Path) -> str:
         path = folder / name
         if path.is_file():
             digest.update(name.encode() + b"\0" + path.read_bytes())
+    for path in sorted(each for pattern in MORE_FILES for each in folder.glob(pattern) if each.is_file()):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}".encode())

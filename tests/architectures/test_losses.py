@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from trainer.architectures import losses
+from trainer.errors import UserError
 
 TERMS = (losses.CrossEntropy, losses.ForwardKL, losses.TotalVariation, losses.NegativeLogAcceptance,
          losses.LK)
@@ -115,5 +116,5 @@ def test_an_objective_weighs_its_terms_and_tells_what_it_reads() -> None:
 
 @pytest.mark.parametrize("terms", [[], [losses.CrossEntropy(), losses.CrossEntropy(0.5)]])
 def test_an_objective_without_terms_or_with_one_twice_is_refused(terms: list[losses.Term]) -> None:
-    with pytest.raises(ValueError, match=r"drafter.objective.terms has .*; name each loss once"):
+    with pytest.raises(UserError, match=r"drafter.objective.terms has .*; name each loss once"):
         losses.Objective(terms)

@@ -16,6 +16,7 @@ from tiny import copied, manifest_of, states_of
 from trainer.errors import UserError
 from trainer.hidden_states.base import Manifest
 from trainer.hidden_states.codec import Codec
+from trainer.hidden_states.reuse import link
 from trainer.records import Sample
 from trainer.target import Target
 
@@ -48,6 +49,20 @@ def test_a_run_that_reads_fewer_layers_extracts_nothing(tiny_target: Target, tmp
     assert all(path.is_symlink() for path in (tmp_path / "states/two").glob("*.bin"))
     shutil.move(tmp_path / "states", tmp_path / "moved")
     check(tiny_target, tmp_path / "moved/two", [1, 3])
+
+
+def test_links_of_a_run_that_ended_early_are_decided_anew(tiny_target: Target, tmp_path: Path) -> None:
+    """Killed between the links and its end, a stage must not write through them, nor think them its own."""
+    finished(tiny_target, tmp_path / "states/one", [1, 2])
+    before = contents(tmp_path / "states/one")
+    for name, layers in (("two", [2]), ("three", [1, 2])):
+        out = tmp_path / "states" / name
+        out.mkdir()
+        link(tmp_path / "states/one", out)
+        record = finished(tiny_target, out, layers)
+        assert record["reused"] == str(tmp_path / "states/one")
+        check(tiny_target, out, layers)
+    assert contents(tmp_path / "states/one") == before
 
 
 OTHERS: dict[str, dict[str, Any]] = {
@@ -117,9 +132,7 @@ def test_a_folder_from_elsewhere_must_fit(tiny_target: Target, tmp_path: Path) -
             told()
     there.unlink()
     there.mkdir()
-    with pytest.raises(UserError, match=rf"manifest.json is missing or not readable \(No such file or "
-                                        rf"directory\); expected .*: its files are those of {there}: leave "
-                                        "hidden_states.path out"):
+    with pytest.raises(UserError, match=f"^hidden_states.path={there} holds no hidden states: "):
         adopt()
     manifest_of(tiny_target, [1, 2]).write(there)
     with pytest.raises(UserError, match=f"^hidden_states.path={there} lacks 5 of the 5 samples of this run "
@@ -128,7 +141,7 @@ def test_a_folder_from_elsewhere_must_fit(tiny_target: Target, tmp_path: Path) -
     path = Manifest.path(there)
     path.write_text(path.read_text().replace('"format": 2', '"format": 3'))
     with pytest.raises(UserError, match="is of format 3, expected format 2: other formats are not read; its "
-                                        f"files are those of {there}: leave"):
+                                        f"files are those of {there}: take"):
         adopt()
     path.unlink()
     finished(tiny_target, there, [1, 2], SAMPLES[1:])
@@ -143,7 +156,7 @@ def test_a_folder_from_elsewhere_must_fit(tiny_target: Target, tmp_path: Path) -
     with pytest.raises(UserError, match=f"another target: expected {other.identity}, found"):
         adopt(other)
     (there / "manifest.json").unlink()
-    with pytest.raises(UserError, match="manifest.json is missing or not readable"):
+    with pytest.raises(UserError, match="holds no hidden states"):
         adopt()
 
 

@@ -159,7 +159,7 @@ def test_wrong_content_under_a_right_name(target: Target, cache: Path, tmp_path:
     out = tmp_path / "out/states"
     with pytest.raises(GateFailed, match=rf"gate {WRONG[wrong]} failed: -?0\.\d+, must be >= 0.99; likely "
                                          f"cause: .*; the states lie in {out}: its files are those of "
-                                         f"{cache}: leave hidden_states.path out, or remove {cache} and "
-                                         f"{out} and run") as caught:
+                                         f"{cache}: take a sound copy of it or leave hidden_states.path out, "
+                                         f"remove {out} and run") as caught:
         adopt(target, cache, out)
     assert "\n" not in str(caught.value)

@@ -106,7 +106,7 @@ def test_lengths_are_looked_at_always(folder: Path) -> None:
 
 
 def test_what_is_no_cache_is_said_in_one_line(folder: Path, tmp_path: Path) -> None:
-    for path, said in ((tmp_path / "nothing", "manifest.json is missing or not readable"),
+    for path, said in ((tmp_path / "nothing", "is no folder of hidden states: it has no manifest"),
                        (folder, "is damaged")):
         if path is folder:
             content = bytearray(index_path(folder).read_bytes())

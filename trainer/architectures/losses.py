@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from trainer.errors import UserError
 from trainer.ranges import Filled, NotNegative, Positive, Share
 
 SMALLEST = 1e-5  # overlaps below it have no useful logarithm
@@ -144,7 +145,7 @@ class Objective:
     def __post_init__(self) -> None:
         names = [term.name for term in self.terms]
         if not names or len(set(names)) < len(names):
-            raise ValueError(f"drafter.objective.terms has {names or 'no terms'}; name each loss once")
+            raise UserError(f"drafter.objective.terms has {names or 'no terms'}; name each loss once")
 
     @property
     def needs_teacher(self) -> bool:

@@ -38,7 +38,8 @@ class Chat:
         try:
             return list(self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=generate,
                                                            tokenize=True, return_dict=False, **self.template))
-        except (jinja2.TemplateError, TypeError, KeyError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError,
+                AttributeError) as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise UserError(f"the chat template of {self.tokenizer.name_or_path} fails to render a "
                             f"conversation with roles [{roles}]: {error}; mend the template or the row "

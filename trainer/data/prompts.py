@@ -47,7 +47,7 @@ class Jsonl(PromptSource):
 
     def rows(self) -> list[Row]:
         try:
-            lines = self.file().read_text(encoding="utf-8").split("\n")
+            lines = self.file().read_text(encoding="utf-8-sig").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"prompts.source.path {self.path} cannot be read ({error}); give a UTF-8 JSONL "
                             f"file") from error

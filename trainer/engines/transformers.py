@@ -54,7 +54,9 @@ class TransformersEngine(TargetEngine):
 
     @property
     def origin(self) -> str:
-        return f"transformers {metadata.version('transformers')}"
+        """What changes the bits of hidden states is part of it."""
+        more = f", prefill_tokens {self.prefill_tokens}" if self.prefill_tokens else ""
+        return f"transformers {metadata.version('transformers')}{more}"
 
     @property
     def group(self) -> int:

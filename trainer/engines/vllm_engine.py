@@ -84,7 +84,8 @@ class VllmEngine(TargetEngine):
     def origin(self) -> str:
         """Name and version of what computes hidden states. Raises UserError when it is not to be found."""
         url = next(iter(self.runtime.state_urls), None)
-        return f"vllm {replace(self.settings, url=url).preflight()}"
+        more = f", states_batch {self.states_batch}" if self.states_batch > 1 else ""
+        return f"vllm {replace(self.settings, url=url).preflight()}{more}"
 
     @property
     def group(self) -> int:

@@ -132,6 +132,7 @@ class Extract(Probe):
 
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
         samples, manifest = _samples(inputs["responses"]), self.manifest()
+        reuse.forget(out)
         if self.path is not None:
             reuse.adopt(found := reuse.given(self.path), out, manifest, samples)
         elif (found := reuse.find(out, manifest, samples)) is not None:

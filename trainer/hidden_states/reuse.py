@@ -56,7 +56,18 @@ def given(path: str) -> Path:
     if not os.access(folder, os.R_OK | os.X_OK):
         raise UserError(f"hidden_states.path={path} may not be read by this user: expected the rights to "
                         "list and to open its files, found none; change them, or take a copy")
+    if not Manifest.path(folder).is_file():
+        raise UserError(f"hidden_states.path={path} holds no hidden states: expected manifest.json, "
+                        "index.bin and shard-*.bin, found no manifest.json; check the path")
     return folder.resolve()
+
+
+def forget(out: Path) -> None:
+    """Removes the links that a run left here which ended before its stage did: what is linked is decided
+    anew, and nothing is ever written through one."""
+    for place in out.iterdir():
+        if place.is_symlink():
+            place.unlink()
 
 
 def adopt(folder: Path, out: Path, wanted: Manifest, samples: Sequence[Sample]) -> None:

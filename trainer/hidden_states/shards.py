@@ -33,5 +33,5 @@ def again(folder: Path) -> str:
     origin = (folder / "manifest.json").resolve().parent
     if origin == folder.resolve():
         return f"remove {folder} and run the stage hidden_states again"
-    return (f"its files are those of {origin}: leave hidden_states.path out, or remove {origin} and {folder} "
-            "and run the stage hidden_states again")
+    return (f"its files are those of {origin}: take a sound copy of it or leave hidden_states.path out, "
+            f"remove {folder} and run the stage hidden_states again")

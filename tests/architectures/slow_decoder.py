@@ -8,9 +8,12 @@ from math import cos, exp, sin, sqrt
 from typing import Any
 
 import torch
+from tiny import random_samples
 from torch import Tensor
 
 from trainer.architectures.base import Exported
+
+SAMPLES = random_samples((24, 13, 19), prompt=6)  # the row on which fast and slow are compared
 
 
 class SlowDecoder:

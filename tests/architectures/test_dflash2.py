@@ -6,30 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+from slow_decoder import SAMPLES
 from slow_dflash import SlowDFlash
-from tiny import copied, random_samples, small, states_of, uneven, uneven_norms
+from tiny import small, uneven
 from torch import Tensor
 
 from trainer.architectures.dflash2 import DFlash2
-from trainer.data.packing import collate
 from trainer.errors import UserError
 from trainer.records import Batch
 from trainer.target import Target
 from trainer.target_head import load_target_head
 
-SAMPLES = random_samples((24, 13, 19), prompt=6)
 SLOTS = 5  # of a block, the anchor's included
 TOP = 5
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Target:
-    return copied(tiny_target, tmp_path_factory.mktemp("made") / "target", uneven_norms)
-
-
-@pytest.fixture(scope="module")
-def batch(target: Target) -> Batch:
-    return collate(SAMPLES, states_of(target, SAMPLES, [1, 2]), seed=11, device="cpu", tokens=70)
 
 
 def make(target: Target, **settings: Any) -> DFlash2:

@@ -8,29 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from slow_decoder import slow_sums
+from slow_decoder import SAMPLES, slow_sums
 from slow_eagle3 import SlowEagle3
-from tiny import copied, objective, random_samples, small, states_of, uneven, uneven_norms
+from tiny import objective, small, uneven
 
 from trainer.architectures.eagle3 import Eagle3
-from trainer.data.packing import collate
 from trainer.records import Batch
 from trainer.target import Target
 from trainer.target_head import load_target_head
 
 STEPS, GAMMA = 4, 3.0
-SAMPLES = random_samples((24, 13, 19), prompt=6)
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Target:
-    return copied(tiny_target, tmp_path_factory.mktemp("made") / "target", uneven_norms)
-
-
-@pytest.fixture(scope="module")
-def batch(target: Target) -> Batch:
-    return collate(SAMPLES, states_of(target, SAMPLES, [1, 2]), seed=11, device="cpu", tokens=70)
 
 
 def make(target: Target, **settings: Any) -> Eagle3:

@@ -12,9 +12,10 @@ from typing import Any, ClassVar
 import pytest
 
 from trainer import _folders, pipeline
+from trainer._secrets import masked
 from trainer.errors import UserError
 from trainer.gates import Gate, require
-from trainer.pipeline import Stage, build, fingerprint, masked, plan
+from trainer.pipeline import Stage, build, fingerprint, plan
 
 FACTS: dict[str, Any] = {}  # what the toy stages read from outside their settings
 CALLS: list[str] = []

@@ -88,6 +88,7 @@ def _main(arguments: list[str], choices: Choices | None) -> int:
 
     from trainer import pipeline
     from trainer._paths import find
+    from trainer._secrets import masked
     from trainer.check import check
     from trainer.compose import compose_configuration
 
@@ -102,7 +103,7 @@ def _main(arguments: list[str], choices: Choices | None) -> int:
     if "cfg" in flags:
         if configuration.broken:
             return _complain(configuration.lines(configuration.broken))
-        shown = pipeline.masked(configuration.settings if "resolve" in flags else configuration.raw)
+        shown = masked(configuration.settings if "resolve" in flags else configuration.raw)
         print(OmegaConf.to_yaml(OmegaConf.create(shown)).rstrip(), flush=True)
         return 0
     settings = configuration.settings

@@ -25,12 +25,10 @@ from hydra.utils import instantiate
 
 from trainer import __version__, _folders
 from trainer._folders import full_disk, locked, read_sealed, write_json, write_sealed
+from trainer._secrets import masked
 from trainer.errors import UserError, gathered
 from trainer.progress import clock, compact
 
-SECRETS = ("token", "api_key", "password", "secret")
-SECRET_ENDINGS = ("_api_key", "_password", "_secret", "hf_token", "access_token", "auth_token")
-MASK = "***"
 PACKAGES = ("torch", "transformers", "safetensors", "hydra-core", "numpy")
 
 
@@ -114,30 +112,6 @@ def fingerprint(settings: Any, version: int, external: dict[str, Any], inputs: d
     """sha256 of everything that decides the result, in canonical JSON."""
     facts = {"settings": _deciding(settings), "version": version, "external": external, "inputs": inputs}
     return hashlib.sha256(json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def masked(node: Any, name: str = "") -> Any:
-    """The node with passwords and the like replaced; `${...}` stays, it only says where one comes from."""
-    if isinstance(node, dict):
-        return {key: masked(value, str(key).lower()) for key, value in node.items()}
-    if isinstance(node, list):  # may be command-line arguments: --api-key=VALUE, or --api-key and then VALUE
-        flags = ["", *map(_flag, node)]
-        return [masked(value, flags[place] or name) for place, value in enumerate(node)]
-    if not isinstance(node, str) or node.startswith("${"):
-        return node
-    flag, given, _ = node.partition("=")
-    if given and _is_secret(_flag(flag)):
-        return f"{flag}={MASK}"
-    return MASK if _is_secret(name) else node
-
-
-def _flag(argument: Any) -> str:
-    text = str(argument)
-    return text[2:].replace("-", "_").lower() if text.startswith("--") else ""
-
-
-def _is_secret(name: str) -> bool:
-    return name in SECRETS or name.endswith(SECRET_ENDINGS)
 
 
 def finished(folder: Path, expected: str, remove: str = "the folder") -> bool:

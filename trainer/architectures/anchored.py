@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from trainer.architectures.base import DraftContext, Drafter
-from trainer.architectures.losses import Objective
-from trainer.architectures.vocabulary import DraftVocabulary
+from trainer.architectures.base import DraftContext, Drafter, Exported
+from trainer.architectures.losses import CrossEntropy, Objective
+from trainer.architectures.vocabulary import DraftVocabulary, counts_from
 from trainer.records import Batch, Ratio, Step
+from trainer.target_head import TargetHead
 
 
 @dataclass(frozen=True)
@@ -156,3 +157,19 @@ class Anchored(Drafter):
         copied = super().rounded(dtype)
         copied.vocabulary.round_to(dtype)
         return copied
+
+    @classmethod
+    def filled(cls, exported: Exported, head: TargetHead, mask_token_id: int, **settings: Any) -> Self:
+        """A drafter for use (not training) with the tensors of a folder, strictly; `settings` are its
+        method's."""
+        weights, shape = dict(exported.weights), exported.geometry
+        counts = counts_from(weights, head.vocab_size)
+        own_head = weights.pop("lm_head.weight", None)
+        drafter = cls(DraftContext(shape, head, mask_token_id, counts, (), {}),
+                      layers=shape["num_hidden_layers"], intermediate_size=shape["intermediate_size"],
+                      objective=Objective([CrossEntropy()]), anchors=0, loss_chunk=1, attention="reference",
+                      seed=0, **settings)
+        drafter.load_state_dict(weights, strict=True)
+        if own_head is not None:
+            drafter.vocabulary.head = own_head
+        return drafter.eval().requires_grad_(False)

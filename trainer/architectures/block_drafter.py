@@ -21,8 +21,7 @@ from trainer.architectures.base import DraftContext, Exported
 from trainer.architectures.block_layers import BlockLayer
 from trainer.architectures.geometry import geometry
 from trainer.architectures.layers import RMSNorm, Rotary
-from trainer.architectures.losses import CrossEntropy, Objective
-from trainer.architectures.vocabulary import counts_from
+from trainer.architectures.losses import Objective
 from trainer.kernels.select import BlockAttention, block_attention
 from trainer.ranges import Count, Layers, Seed, SequenceLength
 from trainer.records import Batch
@@ -158,15 +157,5 @@ class BlockDrafter(Anchored):
     def restored(cls, exported: Exported, config: dict[str, Any], mask_token_id: int, taps: Sequence[int],
                  head: TargetHead, **settings: Any) -> Self:
         """A drafter for use, from a folder's geometry, keys and tensors, and the `settings` of its method."""
-        weights = dict(exported.weights)
-        counts = counts_from(weights, head.vocab_size)
-        own_head = weights.pop("lm_head.weight", None)
-        context = DraftContext(exported.geometry, head, mask_token_id, counts, (), {})
-        drafter = cls(context, layers=exported.geometry["num_hidden_layers"], block_size=config["block_size"],
-                      anchors=0, tap_layers=taps, intermediate_size=exported.geometry["intermediate_size"],
-                      objective=Objective([CrossEntropy()]), start_layers=(), loss_chunk=1,
-                      attention="reference", seed=0, **settings)
-        drafter.load_state_dict(weights, strict=True)
-        if own_head is not None:
-            drafter.vocabulary.head = own_head
-        return drafter.eval().requires_grad_(False)
+        return cls.filled(exported, head, mask_token_id, block_size=config["block_size"], tap_layers=taps,
+                          start_layers=(), **settings)

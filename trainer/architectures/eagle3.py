@@ -23,8 +23,7 @@ from trainer.architectures.anchored import Anchored
 from trainer.architectures.base import DraftContext, Exported
 from trainer.architectures.geometry import geometry
 from trainer.architectures.layers import GatedMLP, RMSNorm, Rotary, rotate
-from trainer.architectures.losses import CrossEntropy, Objective
-from trainer.architectures.vocabulary import counts_from
+from trainer.architectures.losses import Objective
 from trainer.kernels.select import BlockAttention, block_attention
 from trainer.ranges import Count, Layers, Seed
 from trainer.records import Batch
@@ -200,21 +199,12 @@ class Eagle3(Anchored):
 
     @classmethod
     def restore(cls, exported: Exported, flavour: str, head: TargetHead) -> Self:
-        config, shape = exported.flavours[flavour], exported.geometry
-        weights = dict(exported.weights)
-        counts = counts_from(weights, head.vocab_size)
-        own_head = weights.pop("lm_head.weight", None)
+        config = exported.flavours[flavour]
         flags = {name: config[name] for name in ("norm_before_residual", "norm_before_fc", "fc_norm",
                                                  "norm_output")}
-        drafter = cls(DraftContext(shape, head, 0, counts, (), {}), layers=shape["num_hidden_layers"],
-                      steps=1, anchors=0, tap_layers=config["eagle_aux_hidden_state_layer_ids"],
-                      draft_vocab_size=config["draft_vocab_size"],
-                      intermediate_size=shape["intermediate_size"], style=shape["model_type"], **flags,
-                      objective=Objective([CrossEntropy()]), loss_chunk=1, attention="reference", seed=0)
-        drafter.load_state_dict(weights, strict=True)
-        if own_head is not None:
-            drafter.vocabulary.head = own_head
-        return drafter.eval().requires_grad_(False)
+        return cls.filled(exported, head, mask_token_id=0, steps=1, style=exported.geometry["model_type"],
+                          tap_layers=config["eagle_aux_hidden_state_layer_ids"],
+                          draft_vocab_size=config["draft_vocab_size"], **flags)
 
 
 class PairLayer(nn.Module):

@@ -7,6 +7,8 @@ TORCH_SPEC ?=
 # Further settings for the demo (make demo ARGS="train.steps=200") and for pytest (make test TESTS="-m slow -x").
 ARGS ?=
 TESTS ?=
+# Test files that run at once, each process on one thread.
+JOBS ?= 2
 
 TRAINER := .venv/bin/python
 SETUP = $(PYTHON) tools/setup.py
@@ -24,6 +26,7 @@ help: ## show this text
 	@echo '  TORCH_SPEC=...        what pip installs as torch, with its options: TORCH_SPEC="torch==2.13.0 --index-url URL"'
 	@echo '                        for a CPU-only, ROCm or other build; remembered until make clean'
 	@echo '  ARGS=... TESTS=...    more arguments for the demo, for pytest'
+	@echo '  JOBS=2                test files that run at once'
 
 setup: python ## make .venv (trainer) and .venv-vllm (vLLM on CPU); nothing is done when they are complete
 	@$(SETUP) trainer vllm
@@ -39,7 +42,7 @@ demo: setup ## train, export, serve and measure a DFlash drafter for a small rea
 
 test: setup ## check the style, run the tests
 	$(TRAINER) -m ruff check .
-	$(TRAINER) -m pytest $(TESTS)
+	OMP_NUM_THREADS=1 $(TRAINER) -m pytest -n $(JOBS) --dist loadfile $(TESTS)
 
 lint: setup-trainer ## check the style
 	$(TRAINER) -m ruff check .

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from runs import ALONE, COMMITS, PATIENCE, SMOKE, STAGES, Home, check_went_on, quick, told, wait_until
-from vllm_support import FEW, kill_worker, vllm_python
+from vllm_support import FEW, kill_worker, own_cores, vllm_python
 
 from trainer import pipeline
 from trainer.engines import vllm_process
@@ -148,7 +148,7 @@ def test_a_server_killed_in_the_middle_and_the_whole_run(home: Home) -> None:
     settings = [*SMOKE, f"engine.python={vllm_python()}", "engine.max_model_len=1024",
                 "engine.max_num_seqs=4", "engine.runtime.kv_cache_gib=1", "evaluate.prompts=8",
                 "evaluate.sampling.max_new_tokens=48",
-                f"engine.runtime.threads='{min(os.sched_getaffinity(0))}'", *FEW]
+                f"engine.runtime.threads='{own_cores()[0]}'", *FEW]
     with home.shell(*settings) as process:
         wait_until(lambda: "is up after" in home.err, lambda: process.poll() is None, home)
         group = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])

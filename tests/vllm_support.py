@@ -35,17 +35,23 @@ def vllm_python() -> str:
     return python
 
 
+def own_cores() -> list[int]:
+    """The cores of this test process, its own first: parallel test processes have different ones."""
+    cores = sorted(os.sched_getaffinity(0))
+    own = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % len(cores)
+    return cores[own:] + cores[:own]
+
+
 def small_server(**changes: Any) -> VllmServer:
     """The settings of conf/engine/vllm_server.yaml, made small; keys are dotted names with __ for the dot."""
     settings = OmegaConf.load(PROJECT / "conf/engine/vllm_server.yaml")
-    core = str(min(os.sched_getaffinity(0)))
     small = {
         "dtype": "float32",
         "max_model_len": 256,
         "max_num_seqs": 4,
         "runtime__kv_cache_gib": 1,
         "environment": FEW_PROCESSES,
-        "runtime__threads": core,
+        "runtime__threads": str(own_cores()[0]),
     }
     for name, value in (small | changes).items():
         OmegaConf.update(settings, name.replace("__", "."), value)

@@ -8,7 +8,6 @@ killed starts its own.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 from gate import Gate
 from runs import PATIENCE, Home, quick, wait_until
-from vllm_support import FEW, kill_worker, small_server, vllm_python
+from vllm_support import FEW, kill_worker, own_cores, small_server, vllm_python
 
 from trainer.__main__ import main
 from trainer._paths import find
@@ -30,7 +29,7 @@ pytestmark = pytest.mark.vllm
 LONGEST, BEFORE = 1024, ("prompts", "responses", "hidden_states")
 SETTINGS = ["recipe=smoke", "hardware.compile=false", "target_engine=vllm", "target_engine.dtype=float32",
             f"target.max_length={LONGEST}", *FEW,
-            f"engine.runtime.threads='{min(os.sched_getaffinity(0))}'", "engine.runtime.kv_cache_gib=1",
+            f"engine.runtime.threads='{own_cores()[0]}'", "engine.runtime.kv_cache_gib=1",
             "prompts.limit=24", "prompts.heldout=4", "responses.sampling.max_new_tokens=12",
             "train.tokens=640", "train.steps=24", "train.heldout_every=12",
             "train.runtime.checkpoint_every=4"]

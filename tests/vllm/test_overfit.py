@@ -7,14 +7,13 @@ same weights under layer ids that are off by one must not. Nothing but a complet
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from vllm_support import small_server, vllm_python
+from vllm_support import own_cores, small_server, vllm_python
 
 from trainer.__main__ import main
 from trainer._paths import find
@@ -91,7 +90,7 @@ def shifted(learnt: Learnt, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(learnt: Learnt, shifted: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Measurement]:
     """What vLLM makes of the right folder and of the shifted one; a server of its own for each, side by side,
     since nearly all of the time is their start on one core."""
-    home, cores = tmp_path_factory.mktemp("served"), sorted(os.sched_getaffinity(0))
+    home, cores = tmp_path_factory.mktemp("served"), own_cores()
 
     def serve(folder: Path, core: int) -> Measurement:
         settings = small_server(python=vllm_python(), max_num_seqs=1, runtime__threads=str(core))

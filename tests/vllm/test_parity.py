@@ -9,7 +9,6 @@ left out without a trace.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -20,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from vllm_support import vllm_python
+from vllm_support import own_cores, vllm_python
 
 from trainer._paths import find
 from trainer.architectures.base import Drafter
@@ -182,7 +181,7 @@ def request(case: str, folder: Path, target: Target, inputs: Path, alone: bool, 
 
 def run_worker(folder: Path) -> None:
     found = find_installation(vllm_python())
-    variables = found.environment(str(min(os.sched_getaffinity(0))), kv_cache_gib=1)
+    variables = found.environment(str(own_cores()[0]), kv_cache_gib=1)
     variables |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     if not found.named:
         found.write_metadata(folder / "metadata")

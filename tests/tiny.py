@@ -19,7 +19,9 @@ from torch import Tensor
 from trainer.architectures import losses
 from trainer.architectures.base import Drafter
 from trainer.architectures.dflash import DFlash
+from trainer.engines.base import TargetEngine
 from trainer.engines.transformers import TransformersEngine, TransformersRuntime
+from trainer.evaluate.while_training import Acceptance, AcceptanceRuntime
 from trainer.hidden_states.base import Manifest
 from trainer.hidden_states.offline import Offline, OfflineRuntime
 from trainer.hidden_states.writer import ShardWriter
@@ -101,6 +103,13 @@ def manifest_of(target: Target, layers: Sequence[int], **changes: Any) -> Manife
 
 
 OFFLINE = partial(Offline, runtime=OfflineRuntime("first", 1))  # as conf/hidden_states has it
+
+
+def acceptance(every: int | None = None, computing: TargetEngine | None = None, **changes: Any) -> Acceptance:
+    """Measuring as conf/train has it, small; never, unless told."""
+    return Acceptance(**{"every": every, "prompts": 3, "max_new_tokens": 16, "k": None, "dtype": "float32",
+                         "tolerance": 0.1, "engine": computing or engine(),
+                         "runtime": AcceptanceRuntime(["speculators"]), **changes})
 
 
 def uneven(drafter: Drafter, seed: int = 0, scale: float = 0.15) -> Drafter:

@@ -14,7 +14,7 @@ import pytest
 
 from trainer.errors import UserError
 from trainer.evaluate import figures, html
-from trainer.evaluate.doubts import Doubts, left_out
+from trainer.evaluate.doubts import Doubts, left_out, of_training
 from trainer.evaluate.report import Report, headline, verdict
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
@@ -65,6 +65,8 @@ def make_run(root: Path, rows: list[dict] | None = None, steps: int = 400) -> di
         record = {"tokens": 123_456, "folder": str(folder / "shards"), "gates": {}}
         if name == "hidden_states":
             record["gates"]["top1_agreement"] = make_gate(0.9987, 0.99, True)
+        if name == "train":
+            record["best_step"] = 350
         if name == "evaluate":
             record["gates"]["counters_agree"] = make_gate(0.035, 0.02, False, "<=")
         content = {"stage": name, "fingerprint": folder.name + "abcdef", "record": record, "settings": {},
@@ -90,7 +92,7 @@ def make_entry(step: int) -> dict:
     entry = {"step": step, "tokens": 512 * step, "loss": 7 / step**0.25 + wave, "lr": 6e-4, "grad_norm": 0.7,
              "estimate": 1 + 0.6 * (1 - math.exp(-step / 150)) + wave / 4, "seconds": step * 1.2}  # fmt: skip
     if step % 50 == 0:
-        entry |= {"heldout_loss": 7.2 / step**0.25, "accepted_length": 1 + 0.5 * (1 - math.exp(-step / 150))}
+        entry |= {"heldout_loss": 7.2 / step**0.25, "measured": 1 + 0.5 * (1 - math.exp(-step / 150))}
     return entry
 
 
@@ -147,7 +149,7 @@ def test_report_json_holds_rows_gates_training_and_stages(tmp_path: Path) -> Non
     assert report["gates"]["hidden_states/top1_agreement"] == make_gate(0.9987, 0.99, True)
     assert report["verdict"] == "accepted length 1.52 at K=3, 1.21x plain decoding at 1 user, text identical"
     assert report["serve_command"] == SERVE
-    assert report["training"]["steps"] == 400
+    assert (report["training"]["steps"], report["training"]["best_step"]) == (400, 350)
     assert report["training"]["tokens"] == 123_456
     assert report["training"]["seconds"] == 12.5 * 4**3
     assert report["training"]["final"]["heldout_loss"] == make_entry(400)["heldout_loss"]
@@ -177,7 +179,7 @@ def test_page_is_sound_loads_nothing_and_shows_the_numbers(tmp_path: Path) -> No
     for shown in (
         "dflash_smollm2", "1.52", "0.36", "1.21x", "heldout/math", "top1_agreement", "0.9987", "123,456",
         "torch", "1 of 2 gates failed", "the two counted <different> prompts", SERVE, "2.13.0", "Cumulative",
-        "K=3", "held out, decoded",
+        "K=3", "held out, decoded", "best step",
     ):  # fmt: skip
         assert shown in page.text, shown
 
@@ -326,6 +328,18 @@ def test_log_of_a_continued_run_counts_each_step_once(tmp_path: Path) -> None:
     assert report["training"]["steps"] == 2
     assert report["training"]["final"]["loss"] == 5.0
     assert "1 line(s) of the training log are torn" in report["warnings"][0]
+
+
+def test_what_training_noticed_is_told() -> None:
+    final = {"train_walk": 2.5, "heldout_walk": 1.4}
+    record = {"steps": 70, "unmoved": ["fc.weight", "norm.weight"], "final": final | {"overfits": True},
+              "dominating": [{"term": "kl", "share": 0.973, "step": 10}]}  # fmt: skip
+    one, two, three = of_training({"train": {"record": record}})
+    assert "2 trained tensors have not moved in 70 steps of training (fc.weight, norm.weight)" in one
+    assert "loss term kl was 97% of the loss at step 10" in two
+    assert "2.50 on those and 1.40 on others" in three
+    sound = {"steps": 70, "unmoved": [], "dominating": [], "final": final}
+    assert of_training({"train": {"record": sound}}) == of_training({}) == []
 
 
 @pytest.mark.parametrize("package", ["matplotlib", "jinja2"])

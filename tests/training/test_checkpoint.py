@@ -56,6 +56,24 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert checkpoint.find(tmp_path / "nowhere") == []
 
 
+def test_the_best_steps_that_the_newest_name_are_kept(tmp_path: Path) -> None:
+    model, optimizer = made()
+    for step, best in ((1, 1), (2, 1), (3, 3), (4, 3), (5, 3), (6, None)):
+        state = {"best": None if best is None else {"step": best, "measured": 1.5}}
+        checkpoint.save(tmp_path, step, model, optimizer, state, keep=2)
+        kept = [saved.step for saved in checkpoint.find(tmp_path)]
+        assert kept == {1: [1], 2: [1, 2], 3: [1, 2, 3], 4: [3, 4], 5: [3, 4, 5], 6: [3, 5, 6]}[step]
+    with torch.no_grad():
+        before = [parameter.clone() for parameter in model.parameters()]
+        for parameter in model.parameters():
+            parameter.zero_()
+    checkpoint.load_best(tmp_path, 3, model)
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    (tmp_path / "step_000005/state.json").write_text("torn")
+    checkpoint.save(tmp_path, 7, model, optimizer, {"best": None}, keep=3)
+    assert [saved.step for saved in checkpoint.find(tmp_path)] == [5, 6, 7]
+
+
 def test_a_checkpoint_that_was_not_finished_is_none(tmp_path: Path) -> None:
     save(tmp_path, 3)
     (tmp_path / "step_000004.partial").mkdir()

@@ -18,7 +18,16 @@ import torch
 import yaml
 from hydra.utils import get_class
 from safetensors.torch import load_file
-from tiny import OFFLINE, copied, finished_inputs, make_dflash, objective, random_samples, write_responses
+from tiny import (
+    OFFLINE,
+    acceptance,
+    copied,
+    finished_inputs,
+    make_dflash,
+    objective,
+    random_samples,
+    write_responses,
+)
 
 from trainer.errors import UserError
 from trainer.hidden_states.offline import Offline, OfflineRuntime
@@ -46,7 +55,7 @@ def stage(target: Target, optimizer: str = "adamw", **changes: Any) -> Train:
     settings = {"target": target, "drafter": make_dflash(anchors=16, layers=1), "source": OFFLINE,
                 "optimizer": known, "steps": 13, "tokens": 120,
                 "accumulate": 2, "precision": "float32", "compile": False, "heldout_every": 5, "seed": 1,
-                "runtime": runtime}
+                "acceptance": acceptance(), "runtime": runtime}
     return Train(**node("train", "default", **{**settings, **changes}))
 
 

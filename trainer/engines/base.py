@@ -54,6 +54,10 @@ class TargetEngine(ABC):
     def max_length(self) -> int:
         """Longest sequence, prompt and answer together, in tokens."""
 
+    def preflight(self) -> None:
+        """Raises UserError unless the device that it computes on is there; nothing is loaded or started."""
+        return
+
     @abstractmethod
     def load(self, folder: Path, end_ids: Sequence[int]) -> Self:
         """Binds the target's folder and the ids at which an answer ends; cheap, nothing is loaded yet."""

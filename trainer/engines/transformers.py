@@ -70,6 +70,9 @@ class TransformersEngine(TargetEngine):
     def max_length(self) -> int:
         return self._max_length
 
+    def preflight(self) -> None:
+        require_device(self.device, "hardware.device")
+
     def load(self, folder: Path, end_ids: Sequence[int]) -> Self:
         self.folder, self.end_ids = folder, tuple(end_ids)
         return self
@@ -80,7 +83,7 @@ class TransformersEngine(TargetEngine):
 
         logging.disable_progress_bar()  # the stage has its own
         assert self.folder is not None, "load() comes before the with statement"
-        require_device(self.device, "hardware.device")
+        self.preflight()
         self.model = AutoModelForCausalLM.from_pretrained(
             self.folder, dtype=self.dtype, trust_remote_code=self.trust_remote_code).to(self.device).eval()
         return self

@@ -2,12 +2,14 @@
 
 It walks as vLLM does (`v1/spec_decode`): the first token comes from the prompt alone, then every step drafts
 K tokens after the newest one, and the counts take a whole step's acceptances even when the answer ends within
-it. """
+it. `replay` is the same walk along an answer that is known, without the target. """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from trainer.architectures.base import Drafter
 from trainer.engines.base import TargetEngine
@@ -22,6 +24,15 @@ class Counts:
     accepted: int = 0
     per_position: list[int] = field(default_factory=list)
 
+    @property
+    def accepted_length(self) -> float:
+        """Tokens a target step, the target's own included."""
+        return 1 + self.accepted / max(1, self.drafts)
+
+    def step(self, k: int, accepted: int) -> None:
+        """Counts a draft of `k` tokens, of which `accepted` were right."""
+        self.add(Counts(1, k, accepted, [int(place < accepted) for place in range(k)]))
+
     def add(self, other: Counts) -> None:
         self.drafts += other.drafts
         self.draft_tokens += other.draft_tokens
@@ -33,10 +44,12 @@ class Counts:
 
 @dataclass(frozen=True)
 class Decoded:
-    """The answer's ids and what was counted on the way."""
+    """The answer's ids and what was counted on the way; `beyond` are those that the last step gave behind
+    the answer's end."""
 
     tokens: tuple[int, ...]
     counts: Counts
+    beyond: tuple[int, ...] = ()
 
 
 def decode(engine: TargetEngine, drafter: Drafter, prompt: Sequence[int], k: int, max_new_tokens: int,
@@ -47,7 +60,7 @@ def decode(engine: TargetEngine, drafter: Drafter, prompt: Sequence[int], k: int
     context = drafter.extend(drafter.new_context(), prompt, taps)
     answer = [int(logits[-1].argmax())]
     limit = min(max_new_tokens, engine.max_length - len(prompt))  # where `generate` ends, too
-    counts = Counts(per_position=[0] * k)
+    counts, beyond = Counts(per_position=[0] * k), []
     while answer[-1] not in end_ids and len(answer) < limit:
         draft = drafter.propose(context, answer[-1], k)
         committed = len(prompt) + len(answer) - 1
@@ -56,14 +69,27 @@ def decode(engine: TargetEngine, drafter: Drafter, prompt: Sequence[int], k: int
         accepted = next((index for index, token in enumerate(draft) if token != wanted[index]), k)
         session.rewind(committed + 1 + accepted)
         context = drafter.extend(context, [answer[-1], *draft[:accepted]], taps[:accepted + 1])
-        counts.drafts += 1
-        counts.draft_tokens += k
-        counts.accepted += accepted
-        for index in range(accepted):
-            counts.per_position[index] += 1
+        counts.step(k, accepted)
         answer += draft[:accepted] + [wanted[accepted]]
-        answer = _ended(answer, end_ids, limit)
-    return Decoded(tuple(answer), counts)
+        whole, answer = answer, _ended(answer, end_ids, limit)
+        beyond = whole[len(answer):]
+    return Decoded(tuple(answer), counts, tuple(beyond))
+
+
+def replay(drafter: Drafter, known: Sequence[int], taps: Tensor, prompt: int, length: int, k: int) -> Counts:
+    """What `decode` counts where the target says `known`: `prompt` tokens, an answer of `length`, and more
+    that drafts at its end are compared with. `taps` [known, layers * hidden] are those of `known`. A draft
+    counts as far as something is known."""
+    context = drafter.extend(drafter.new_context(), known[:prompt], taps[:prompt])
+    counts, place = Counts(per_position=[0] * k), prompt  # of the newest token
+    while place < prompt + length - 1:
+        draft, wanted = drafter.propose(context, known[place], k), known[place + 1:place + 1 + k]
+        accepted = next((index for index, token in enumerate(wanted) if token != draft[index]), len(wanted))
+        counts.step(k, accepted)
+        after = place + 1 + accepted
+        context = drafter.extend(context, known[place:after], taps[place:after])
+        place = after
+    return counts
 
 
 def _ended(answer: list[int], end_ids: Sequence[int], limit: int) -> list[int]:

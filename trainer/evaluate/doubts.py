@@ -87,6 +87,23 @@ class Doubts:
             )
 
 
+def of_training(finished: dict[str, dict]) -> list[str]:
+    """What the train stage noticed of its drafter."""
+    record = finished.get("train", {}).get("record", {})
+    found, last = [], record.get("final", {})
+    if unmoved := record.get("unmoved"):
+        found.append(f"{len(unmoved)} trained tensors have not moved in {record['steps']} steps of training "
+                     f"({', '.join(unmoved[:5])}); no gradient reaches them.")
+    found += [f"The loss term {each['term']} was {each['share']:.0%} of the loss at step {each['step']}; the "
+              "others hardly counted (their weights are in drafter.*)."
+              for each in record.get("dominating", [])]
+    if last.get("overfits"):
+        found.append(f"The drafter knows its training samples by heart: along stored answers its accepted "
+                     f"length is {last['train_walk']:.2f} on those and {last['heldout_walk']:.2f} on others; "
+                     "give more prompts (prompts.limit), or fewer epochs (train.epochs).")
+    return found
+
+
 def left_out(finished: dict[str, dict]) -> list[str]:
     """What the stages left out of training or measuring; nothing where all took part."""
     counts = ((finished.get(stage, {}).get("record", {}).get(name), what) for stage, name, what in LEFT_OUT)

@@ -81,7 +81,9 @@ def training_curves(log: list[dict]) -> str | None:
         "accepted length": {
             "estimate": "training, estimated",
             "heldout_estimate": "held out, estimated",
-            "accepted_length": "held out, decoded",
+            "measured": "held out, decoded",
+            "estimate_walk": "held out, the same walk estimated",
+            "train_walk": "known samples, walked",
         },
     }
     drawn = {title: {key: _points(log, key) for key in keys} for title, keys in panels.items()}

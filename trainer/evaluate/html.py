@@ -76,6 +76,7 @@ def _facts(report: dict) -> list[tuple[str, str]]:
     facts = [
         ("training time", duration(training["seconds"]) if "seconds" in training else None),
         ("steps", compact(training["steps"]) if "steps" in training else None),
+        ("best step", compact(training["best_step"]) if "best_step" in training else None),
         ("tokens", compact(training["tokens"]) if "tokens" in training else None),
         ("final loss", number(final["loss"], 3) if "loss" in final else None),
         ("held-out loss", number(final["heldout_loss"], 3) if "heldout_loss" in final else None),

@@ -21,14 +21,15 @@ from rich.text import Text
 
 from trainer.errors import UserError
 from trainer.evaluate import figures, finished_stages, html
-from trainer.evaluate.doubts import Doubts, left_out
+from trainer.evaluate.doubts import Doubts, left_out, of_training
 from trainer.evaluate.rows import NEAR_ONE
 from trainer.pipeline import Stage
 from trainer.ranges import NotNegative
 
 TABLE = {"box": box.SIMPLE_HEAD, "title_justify": "left", "title_style": "bold"}
 EXTRA = ("matplotlib", "jinja2")
-CURVES = ("loss", "lr", "grad_norm", "estimate", "heldout_loss", "heldout_estimate", "accepted_length")
+CURVES = ("loss", "lr", "grad_norm", "estimate", "heldout_loss", "heldout_estimate", "measured",
+          "estimate_walk", "gap", "train_walk")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class Report(Stage):
             "verdict": verdict(rows, exported.get("default_k")),
             "rows": rows,
             "gates": gates,
-            "warnings": doubts.warnings(rows) + left_out(finished),
+            "warnings": doubts.warnings(rows) + of_training(finished) + left_out(finished),
             "training": summarise_training(log, finished.get("train")),
             "export": {key: exported[key] for key in ("max_k", "default_k", "formats") if key in exported},
             "stages": {name: _stage(name, inputs[name], finished[name]) for name in names},
@@ -167,6 +168,8 @@ def summarise_training(log: list[dict], finished: dict | None) -> dict:
     if finished is None:
         return {}
     summary = {"seconds": finished["record"].get("seconds", finished["seconds"])}
+    if "best_step" in finished["record"]:
+        summary["best_step"] = finished["record"]["best_step"]
     if log:
         summary["steps"] = log[-1]["step"]
         summary["final"] = {

@@ -31,7 +31,7 @@ class Tally:
 
     @property
     def accepted_length(self) -> float:
-        return 1 + self.counts.accepted / max(1, self.counts.drafts)
+        return self.counts.accepted_length
 
 
 def in_process(base: dict[str, Any], dataset: str, k: int, tally: Tally) -> dict[str, Any]:

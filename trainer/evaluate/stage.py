@@ -81,6 +81,7 @@ class Evaluate(Stage):
         return self.target.facts
 
     def preflight(self) -> None:
+        self.engine.preflight()
         if self.server is not None:
             self.server.preflight()
 

@@ -1,12 +1,13 @@
 """Checkpoints of a training run: complete, atomic, safetensors only.
 
 `checkpoints/step_000123/` holds `weights.safetensors` (float32 masters), `optimizer.safetensors` and
-`state.json` (the position, of which all randomness is a function, the lines of the log, and the sums of both
-files). It appears by a rename after its files reached the disk. """
+`state.json` (the position, of which all randomness is a function, the lines of the log, the best step so far,
+and the sums of both files). It appears by a rename after its files reached the disk. """
 
 from __future__ import annotations
 
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,8 @@ class Saved:
 
 def save(root: Path, step: int, drafter: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any],
          keep: int) -> Saved:
-    """Writes the checkpoint of `step` and removes all but the newest `keep`."""
+    """Writes the checkpoint of `step` and removes all but the newest `keep`, and those of the best steps that
+    these name."""
     folder = root / f"step_{step:06d}"
     partial = folder.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -44,9 +46,18 @@ def save(root: Path, step: int, drafter: nn.Module, optimizer: torch.optim.Optim
         shutil.rmtree(replaced, ignore_errors=True)
     partial.rename(folder)
     _folders.sync(root)
-    for old in find(root)[:-keep]:
-        shutil.rmtree(old.folder)
+    complete = find(root)
+    named = {_best_step(saved) for saved in complete[-keep:]}
+    for old in complete[:-keep]:
+        if old.step not in named:
+            shutil.rmtree(old.folder)
     return Saved(folder, step)
+
+
+def _best_step(saved: Saved) -> int | None:
+    with suppress(OSError, ValueError):  # damaged: `newest` tells
+        return (_folders.read_sealed(saved.folder / STATE).get("best") or {}).get("step")
+    return None
 
 
 def find(root: Path) -> list[Saved]:
@@ -68,6 +79,16 @@ def newest(root: Path) -> Saved | None:
         print(f"train: {fault}; that checkpoint is set aside as {aside.name}, and an earlier one taken, or "
               f"the beginning", flush=True)
     return None
+
+
+def load_best(root: Path, step: int, drafter: nn.Module) -> None:
+    """Fills the drafter with the weights of `step`, which checkpoints name as the best; raises UserError when
+    they are not as they were saved."""
+    saved = Saved(root / f"step_{step:06d}", step)
+    if fault := _fault(saved.folder):
+        raise UserError(f"{fault}, and it holds the best weights of the run; remove {root} and run the same "
+                        f"command again, which trains anew")
+    load(saved, drafter, None)
 
 
 def _fault(folder: Path) -> str:

@@ -1,5 +1,6 @@
 """Stage `train`: samples and their hidden states -> `weights.safetensors`, going on from the newest
-checkpoint."""
+checkpoint. The weights are those of the step whose measured acceptance was highest, or of the last step where
+none is measured."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from trainer.architectures.base import Drafter
 from trainer.data.packing import require_fit
 from trainer.data.responses import read_samples
 from trainer.errors import UserError
+from trainer.gates import require
 from trainer.hidden_states.base import HiddenStateSource, MakeSource, Manifest
 from trainer.hidden_states.prefetch import Prefetch
 from trainer.pipeline import Stage
@@ -34,10 +36,11 @@ from trainer.ranges import (
 )
 from trainer.records import Sample
 from trainer.target import Target
-from trainer.training import checkpoint
+from trainer.training import checkpoint, monitors
 from trainer.training.build import MakeDrafter, build_drafter, count_tokens, save_counts, wanted_layers
 from trainer.training.log import Log, require_wandb
 from trainer.training.loop import Pace, Taken, add, fit, forward, means
+from trainer.training.measuring import SHOWN, Measurements, Measuring
 from trainer.training.rows import Rows
 
 
@@ -55,7 +58,8 @@ class TrainRuntime:
 @dataclass(frozen=True)
 class Train(Stage):
     """`tokens` is the length of a packed row, `accumulate` rows make a step, `steps` (null: from `epochs`)
-    end the run. `heldout_every` steps the held-out samples are measured."""
+    end the run. `heldout_every` steps the loss of the held-out samples is measured, when `acceptance` says so
+    what real decoding accepts."""
 
     target: Target
     drafter: MakeDrafter
@@ -71,22 +75,25 @@ class Train(Stage):
     precision: Literal["bfloat16", "float32"]
     compile: bool
     heldout_every: Count
+    acceptance: Measuring
     seed: Seed
     runtime: TrainRuntime
 
     after: ClassVar[tuple[str, ...]] = ("responses", "hidden_states")
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     sized: ClassVar[tuple[str, ...]] = ("checkpoints/*",)
 
     def check(self, stages: Mapping[str, Any]) -> dict[str, str]:
-        found = self.drafter.func.check(**self.drafter.keywords)
-        return {f"train.drafter.{name}": text for name, text in found.items()}
+        found = {"drafter": self.drafter.func.check(**self.drafter.keywords),
+                 "acceptance": self.acceptance.check(self.drafter)}
+        return {f"train.{part}.{name}": text for part, each in found.items() for name, text in each.items()}
 
     def external(self) -> dict[str, Any]:
         return self.target.facts
 
     def preflight(self) -> None:
         require_device(self.runtime.device, "train.runtime.device")
+        self.acceptance.preflight()
         wanted_layers(self.drafter, self.target)
         _ = self.target.mask_token_id
         try:
@@ -131,16 +138,17 @@ class Train(Stage):
         rows = Rows(samples, source, self.tokens, self.seed, self.runtime.device)
         if self.compile:
             drafter.compile(dynamic=False)
-        steps = rows.count(self.epochs) // self.accumulate if self.steps is None else self.steps
-        if not steps:
-            raise UserError(f"train.epochs={self.epochs} gives {rows.count(self.epochs)} packed rows, fewer "
-                            f"than train.accumulate={self.accumulate}; lower accumulate or give more prompts")
+        steps = self._steps(rows)
         optimizer = self.optimizer(params=drafter.parameters())
+        watched = monitors.Monitors(drafter)
         saved = checkpoint.newest(out / "checkpoints")
-        position = {"step": 0, "tokens": 0, "seconds": 0.0, "sums": {}, "log": []}
+        position = {"step": 0, "tokens": 0, "seconds": 0.0, "sums": {}, "log": [], "best": None, "gates": {}}
         if saved:
             position |= checkpoint.load(saved, drafter, optimizer)
             print(f"train: going on after step {position['step']} of {steps}")
+        accepted = Measurements(self.acceptance, drafter, self.target, self.acceptance.usable(heldout),
+                                self.acceptance.usable(samples), source.get, out / "measured",
+                                position["best"], position["gates"])
         log = Log(out / "log.jsonl", position["log"], self.runtime.wandb_project)
         pace = Pace(steps, self.accumulate, self.warmup, self.floor, self.clip, self.precision)
         watch = _Watch(position)
@@ -150,9 +158,11 @@ class Train(Stage):
         def save() -> None:
             checkpoint.save(out / "checkpoints", step, drafter, optimizer,
                             {"tokens": watch.tokens, "seconds": watch.seconds, "sums": sums,
-                             "log": log.lines},
+                             "log": log.lines, "best": accepted.best, "gates": accepted.gates},
                             self.runtime.keep_checkpoints)
 
+        with source.in_use():
+            accepted.begin(step, steps)
         if self.compile and step < steps:
             print("train: compiling the drafter in the first step, half a minute or more without a word",
                   flush=True)
@@ -165,13 +175,19 @@ class Train(Stage):
                     _merge(sums, taken.totals)
                     bar.advance(1, loss=_share(taken, "loss"), accepted=_share(taken, "accepted_length"),
                                 lr=taken.lr, **{"tokens/s": watch.rate})
+                    measured = accepted.take(step) if accepted.due(step, steps) else None
                     due = step == steps or step % self.heldout_every == 0
-                    if due or step % self.runtime.log_every == 0:
+                    if due or measured or step % self.runtime.log_every == 0:
                         found = self._heldout(drafter, heldout, source) if due else {}
+                        found |= watched.watch(step, step == steps, sums, log.lines)
+                        found |= measured.figures() if measured else {}
                         log.write(_line(taken, means(sums), watch) | found)
                         sums = {}
+                    if measured:
+                        bar.advance(0, **{name: measured.figures()[name] for name in SHOWN})
+                        accepted.gates = require(measured.gates)
                     told = True
-                    if step == steps or step % self.runtime.checkpoint_every == 0:
+                    if step == steps or measured or step % self.runtime.checkpoint_every == 0:
                         save()
             except UserError:
                 if told and step > position["step"]:
@@ -179,7 +195,15 @@ class Train(Stage):
                 raise
         log.close()
         return {"steps": steps, "tokens": watch.tokens, "train_seconds": round(watch.seconds, 1),
-                "final": log.lines[-1]}
+                **_take_best(drafter, accepted, steps, out / "checkpoints"), **monitors.record(log.lines),
+                "gates": accepted.gates, "final": log.lines[-1]}
+
+    def _steps(self, rows: Rows) -> int:
+        steps = rows.count(self.epochs) // self.accumulate if self.steps is None else self.steps
+        if not steps:
+            raise UserError(f"train.epochs={self.epochs} gives {rows.count(self.epochs)} packed rows, fewer "
+                            f"than train.accumulate={self.accumulate}; lower accumulate or give more prompts")
+        return steps
 
     @torch.no_grad()
     def _heldout(self, drafter: Drafter, samples: list[Sample],
@@ -197,6 +221,18 @@ class Train(Stage):
                 add(totals, forward(drafter, ready.get(number), self.precision))
         drafter.train()
         return _named(means(totals), loss="heldout_loss", accepted_length="heldout_estimate")
+
+
+def _take_best(drafter: Drafter, accepted: Measurements, steps: int, root: Path) -> dict[str, Any]:
+    """Leaves the drafter of the best step; its number and what it accepted, for the record."""
+    best = accepted.best
+    if best is None:
+        return {}
+    if best["step"] != steps:
+        print(f"train: step {best['step']} is taken, not the last, as it was measured best (accepted length "
+              f"{best['measured']:.3f})", flush=True)
+        checkpoint.load_best(root, best["step"], drafter)
+    return {"best_step": best["step"], "accepted_length": best["measured"]}
 
 
 class _Watch:

@@ -212,7 +212,7 @@ def _states_cause(drafter: Drafter, walks: Sequence[_Walk]) -> str:
         return (f"{differ}from those that the target gives now: they are stale, of another target, or one "
                 f"layer off; remove the folder of the stage hidden_states and extract them anew")
     return (f"{differ}from those of train.acceptance.engine, to which this drafter is sensitive: other "
-            f"numerics (target_engine.dtype, hidden_states.storage), so compare in float32")
+            f"numerics (target_engine.dtype, hidden_states.storage; compare in float32), or a layer beside")
 
 
 def _folder_cause(drafter: Drafter, served: Drafter) -> str:

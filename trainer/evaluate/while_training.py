@@ -86,8 +86,8 @@ class Acceptance(Measuring):
         return self.every is not None and (step % self.every == 0 or step == steps)
 
     def usable(self, samples: Sequence[Sample]) -> list[Sample]:
-        """`prompts` of those that have room for an answer, spread over all."""
-        fitting = [sample for sample in samples if _prompt(sample) + 2 <= self.engine.max_length]
+        """`prompts` of those that have a prompt and room for an answer, spread over all."""
+        fitting = [sample for sample in samples if 1 <= _prompt(sample) <= self.engine.max_length - 2]
         return fitting[::max(1, len(fitting) // self.prompts)][:self.prompts]
 
     def rehearse(self, drafter: Drafter, target: Target, heldout: Sequence[Sample], states: States,
@@ -212,7 +212,7 @@ def _states_cause(drafter: Drafter, walks: Sequence[_Walk]) -> str:
         return (f"{differ}from those that the target gives now: they are stale, of another target, or one "
                 f"layer off; remove the folder of the stage hidden_states and extract them anew")
     return (f"{differ}from those of train.acceptance.engine, to which this drafter is sensitive: other "
-            f"numerics (target_engine.dtype, hidden_states.storage), so compare in float32")
+            f"numerics (target_engine.dtype, hidden_states.storage; compare in float32), or a layer beside")
 
 
 def _folder_cause(drafter: Drafter, served: Drafter) -> str:

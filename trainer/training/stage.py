@@ -35,9 +35,10 @@ from trainer.ranges import (
 from trainer.records import Sample
 from trainer.target import Target
 from trainer.training import checkpoint
-from trainer.training.build import MakeDrafter, build_drafter, count_tokens, save_counts, wanted_layers
+from trainer.training.build import MakeDrafter, build_drafter, count_tokens, require_buildable, save_counts
 from trainer.training.log import Log, require_wandb
 from trainer.training.loop import Pace, Taken, add, fit, forward, means
+from trainer.training.optimizers import require_step
 from trainer.training.rows import Rows
 
 
@@ -80,19 +81,25 @@ class Train(Stage):
 
     def check(self, stages: Mapping[str, Any]) -> dict[str, str]:
         found = self.drafter.func.check(**self.drafter.keywords)
-        return {f"train.drafter.{name}": text for name, text in found.items()}
+        problems = {f"train.drafter.{name}": text for name, text in found.items()}
+        layers, last = self.drafter.func.reads(**self.drafter.keywords)
+        stored = stages["hidden_states"]
+        if missing := sorted({*layers} - {*stored.tap_layers}):
+            problems["train.drafter.tap_layers"] = (
+                f"must be among hidden_states.tap_layers {list(stored.tap_layers)}, but {missing} "
+                f"{'is' if len(missing) == 1 else 'are'} not; set target.tap_layers, which sets both")
+        if last and stored.last_rows == "none":
+            problems["hidden_states.last_rows"] = ("must be supervised or all, since the drafter's loss "
+                                                   "reads the target's last state, but is none")
+        return problems
 
     def external(self) -> dict[str, Any]:
         return self.target.facts
 
     def preflight(self) -> None:
         require_device(self.runtime.device, "train.runtime.device")
-        wanted_layers(self.drafter, self.target)
-        _ = self.target.mask_token_id
-        try:
-            self.optimizer(params=[torch.nn.Parameter(torch.zeros(1, 1)), torch.nn.Parameter(torch.zeros(1))])
-        except ValueError as error:
-            raise UserError(f"the optimizer does not take its settings: {error}; mend optimizer.*") from error
+        require_buildable(self.drafter, self.target, self.runtime.device)
+        require_step(self.optimizer, self.runtime.device)
         if self.runtime.wandb_project:
             require_wandb(self.runtime.wandb_project)
 

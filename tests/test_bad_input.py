@@ -6,11 +6,11 @@ from __future__ import annotations
 import json
 import shutil
 import socket
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from disks import remount
 from runs import ALONE, COMMITS, SMOKE, Home, check_went_on, quick, told
 from vllm_support import vllm_python
 
@@ -76,7 +76,7 @@ def test_bad_targets(home: Home, tiny_target: Target, capfd: pytest.CaptureFixtu
     shutil.copytree(tiny_target.folder, folder)
     spoil(folder)
     result = quick(home, capfd, *ALONE, "target=folder", "target.name=mine", f"target.source.path={folder}",
-                   "target.mask_token='<|mask|>'", "target.tap_layers=[1,2]")
+                   "target.mask_token='<|mask|>'", "target.tap_layers=[1,2]", "target.max_length=2048")
     assert TARGETS[spoil] in told(*result) and str(folder) in result[2]
     assert not list(home.root.glob("responses/*/responses.jsonl"))
 
@@ -101,6 +101,10 @@ SETTINGS = {
     "prompts.heldout": ("prompts.heldout=0",
                         "must be at least 1, since evaluate measures on held-out prompts, but is 0"),
     "drafter.start_layers": ("drafter.start_layers=[0,1]", "must name one target layer for each of the 1"),
+    "drafter.tap_layers": ("drafter.tap_layers=[0,2]",
+                           "must be among hidden_states.tap_layers [1, 2], but [0] is not"),
+    "hidden_states.last_rows": ("hidden_states.last_rows=none drafter.objective.terms=[{_target_:"
+                                "trainer.architectures.losses.ForwardKL}]", "must be supervised or all"),
 }
 
 
@@ -123,10 +127,45 @@ def test_a_drafter_without_an_argument(home: Home, capfd: pytest.CaptureFixture[
 
 
 def test_given_answers_in_a_recipe_that_samples(home: Home, capfd: pytest.CaptureFixture[str]) -> None:
-    status, out, err = quick(home, capfd, *ALONE, "--check", "responses=as_given")
-    assert status == 0 and out.startswith("the settings are right\n") and err == (
+    path = home.folder / "prompts.jsonl"
+    rows = [{"turns": [f"{number}?"], "answers": ["yes"]} for number in range(3)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ["prompts=jsonl", f"prompts.source.path={path}", "prompts.heldout=1", "responses=as_given"]
+    status, out, err = quick(home, capfd, *ALONE, "--check", *given)
+    assert status == 0 and out.endswith("the settings are right, and all that they need is here\n")
+    assert err == (
         "note: recipes/smoke.yaml sets responses.sampling for responses=regenerate, which responses=as_given "
         "cannot take and does without\n")
+
+
+CHECKED = {  # what is set, and a part of what is told
+    "prompts without answers": ("responses=as_given", "prompts bring no answer that is not empty"),
+    "a draft vocabulary too small": ("drafter.draft_vocab_size=1", "=1 must lie between the 2 special"),
+    "a draft vocabulary too large": ("drafter.draft_vocab_size=999", "draft_vocab_size=999 must lie between"),
+    "attention that cannot train here": ("drafter.attention=flex", "drafter.attention=flex has no backward"),
+    "too long for the target": ("target.max_length=9999", "target.max_length=9999 is more than the 2048"),
+    "an optimizer's setting": ("+optimizer.capturable=true", "mend optimizer.capturable"),
+    "a mask token with a meaning": ("target.mask_token=65", "is an ordinary token of texts"),
+    "a prompt without room": ("target.max_length=20", "which leaves no room for an answer within"),
+    "layers beyond the target's": ("target.tap_layers=[1,7]", "tap_layers [1, 7] must lie between"),
+    "groups that do not divide": ("drafter=dflash2 drafter.conv_group_size=7", "must divide the hidden"),
+    "more candidates than tokens": ("drafter=dflash2 drafter.selector_top_k=999", "must be at most"),
+}
+
+
+@pytest.mark.parametrize("case", CHECKED)
+def test_what_check_finds_without_a_run(home: Home, capfd: pytest.CaptureFixture[str], case: str) -> None:
+    given, expected = CHECKED[case]
+    status, out, err = quick(home, capfd, *ALONE, "--check", *given.split())
+    lines = [line for line in err.splitlines() if not line.startswith("note: ")]
+    assert status == 2 and lines and all(line.startswith("error: ") for line in lines), err
+    assert expected in err and "right" not in out and not home.root.exists(), err
+
+
+def test_a_root_that_nobody_can_write(home: Home, capfd: pytest.CaptureFixture[str]) -> None:
+    home.root = Path("/proc")
+    for flags in (["--check"], []):
+        assert "run_root=/proc cannot be written" in told(*quick(home, capfd, *ALONE, *flags))
 
 
 def test_check_tells_all_that_is_not_there(home: Home, capfd: pytest.CaptureFixture[str]) -> None:
@@ -139,23 +178,10 @@ def test_check_tells_all_that_is_not_there(home: Home, capfd: pytest.CaptureFixt
         assert status == 2 and [line.split()[1] for line in err.splitlines()] == first + told_of, err
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, half a megabyte large."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=500k", "tmpfs", str(disk)]
-    if subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("a small file system can be mounted by root alone")
-    try:
-        yield disk
-    finally:
-        subprocess.run(["umount", "--lazy", str(disk)], check=True)
-
-
-def test_a_full_disk(home: Home, small_disk: Path) -> None:
+def test_a_full_disk(home: Home, disk: Path) -> None:
     """What cannot fit is refused before it is begun; what fills the disk all the same loses nothing."""
-    home.root = small_disk / "runs"
+    remount(disk, "size=500k")
+    home.root = disk / "runs"
     settings = [*ALONE, *COMMITS, "prompts.limit=40", "prompts.heldout=8", "train.steps=20",
                 "responses.sampling.max_new_tokens=24", "run=[prompts,responses,hidden_states,train]"]
     home.call(*settings, expected=2)
@@ -164,10 +190,10 @@ def test_a_full_disk(home: Home, small_disk: Path) -> None:
     kept = (home.stage("responses") / "responses.jsonl").read_bytes()
     assert home.parts("hidden_states") == 0
     # room for the states, and none for a checkpoint
-    subprocess.run(["mount", "-o", "remount,size=2300k", str(small_disk)], check=True)
+    remount(disk, "size=2300k")
     home.call(*settings, expected=2)
     line = told(2, home.out, home.err)
-    assert "the disk is full: stage 'train'" in line and str(small_disk) in line
-    subprocess.run(["mount", "-o", "remount,size=50m", str(small_disk)], check=True)
+    assert "the disk is full: stage 'train'" in line and str(disk) in line
+    remount(disk, "size=50m")
     check_went_on(home.call(*settings), "train")
     assert (home.stage("responses") / "responses.jsonl").read_bytes() == kept

@@ -82,7 +82,8 @@ class Circular(Use):
 
 class Refuses:
     def __init__(self, kind: str) -> None:
-        raise UserError("there is no such folder") if kind == "user" else KeyError("ours")
+        raise {"user": UserError("there is no such folder"), "value": ValueError("no")}.get(
+            kind, KeyError("ours"))
 
 
 class Pair:
@@ -153,9 +154,17 @@ def test_everything_that_decides_is_in_the_fingerprint(monkeypatch: pytest.Monke
     assert len(set(seen)) == 4
 
 
+def test_only_nodes_have_keys_that_decide_nothing() -> None:
+    """In a dict of the user's own, such as an environment, a key is what it is, whatever it is called."""
+    def made(**own: Any) -> str:
+        return fingerprint({"_target_": "t", "runtime": {"a": 1}, "_convert_": "all", "own": own}, 1, {}, {})
+
+    assert len({made(), made(runtime=1), made(runtime=2), made(_X="1"), made(_convert_="all")}) == 5
+
+
 def test_the_fingerprint_is_canonical() -> None:
-    one = fingerprint({"b": 1, "a": [1, {"runtime": 3, "x": None}]}, 1, {}, {})
-    assert one == fingerprint({"a": [1, {"x": None}], "b": 1}, 1, {}, {})
+    one = fingerprint({"b": 1, "a": [1, {"_target_": "t", "runtime": 3, "x": None}]}, 1, {}, {})
+    assert one == fingerprint({"a": [1, {"x": None, "_target_": "t"}], "b": 1}, 1, {}, {})
     assert re.fullmatch("[0-9a-f]{64}", one)
     assert one != fingerprint({"a": [{"x": None}, 1], "b": 1}, 1, {}, {})
     assert fingerprint({}, 1, {}, {"a": "1"}) != fingerprint({}, 1, {}, {"a": "2"})
@@ -230,9 +239,9 @@ def test_what_a_stage_can_foresee_is_told_before_the_stages_between() -> None:
     assert CALLS == ["make", "foresee make"]
     config["careful"]["refuses"] = "nothing"
     pipeline.run(config)
-    assert CALLS[2:] == ["foresee make", "use", "foresee make use", "careful"]
+    assert CALLS[2:] == ["foresee make", "use", "careful"], "the next stage says so itself"
     pipeline.run(config)
-    assert len(CALLS) == 6, "nothing to foresee of a finished stage"
+    assert len(CALLS) == 5, "nothing to foresee of a finished stage"
 @dataclass(frozen=True)
 class Last(Stage):
     after: ClassVar[tuple[str, ...]] = ("make", "use")
@@ -442,3 +451,9 @@ def test_build_lets_the_errors_of_constructors_through() -> None:
         build({"_target_": f"{__name__}.Refuses"}, kind="user")
     with pytest.raises(UserError, match="os.system cannot be built"):
         build({"_target_": "os.system", "command": "true"})
+
+
+def test_what_a_constructor_refuses_names_the_setting() -> None:
+    node = {"_target_": f"{__name__}.Pair", "left": {"_target_": f"{__name__}.Refuses", "kind": "value"}}
+    with pytest.raises(UserError, match=r"^make\.left cannot be built .*\(ValueError: no\); mend"):
+        build(node, "make")

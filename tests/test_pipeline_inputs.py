@@ -44,6 +44,36 @@ class View(Stage):
         return {"now": NOW[0]}
 
 
+@dataclass(frozen=True)
+class Quick(Part):
+    """Can be tried elsewhere."""
+
+    @property
+    def quick(self) -> bool:
+        return True
+
+    def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
+        if self.size < 0:
+            raise UserError("no part is so small")
+        return super().run(inputs, out)
+
+
+@dataclass(frozen=True)
+class Wary(Stage):
+    after: ClassVar[tuple[str, ...]] = ("needed",)
+    version: ClassVar[int] = 1
+
+    def foresee(self, inputs: dict[str, Path]) -> None:
+        SEEN.append([(folder / "part").read_text() for folder in inputs.values()])
+        raise UserError("nothing fits")
+
+    def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
+        raise UserError("nothing fits, as was foreseen")
+
+    def tell(self, folder: Path) -> None:
+        print("told", folder.parent.name)
+
+
 @pytest.fixture(autouse=True)
 def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     SEEN.clear()
@@ -80,3 +110,25 @@ def test_a_view_is_made_anew_and_leaves_one_folder() -> None:
     assert pipeline.run(settings("view")) == first and (first / "now").read_text() == "1"
     assert json.loads((first / "stage.json").read_text())["record"] == {"now": 1}
     assert [path.name for path in first.parent.iterdir() if path.is_dir()] == [first.name]
+
+
+def test_a_rehearsal_does_what_is_quick_and_leaves_nothing() -> None:
+    for kind, size, seen, said in (("Quick", 2, [["xx"]], "nothing fits"), ("Part", 2, [[]], "nothing fits"),
+                                   ("Quick", -1, [[]], "no part is so small\nnothing fits")):
+        SEEN.clear()
+        config = settings("needed", "wary") | {"needed": {"_target_": f"{__name__}.{kind}", "size": size},
+                                               "wary": {"_target_": f"{__name__}.Wary"}}
+        with pytest.raises(UserError, match=f"^{said}$"):
+            pipeline.rehearse(pipeline.plan(config), config["run"])
+        assert seen == SEEN and not Path("runs").exists()
+    with pytest.raises(UserError, match="as was foreseen"):
+        pipeline.run(settings("needed", "wary") | {"wary": {"_target_": f"{__name__}.Wary"}})
+    assert SEEN == [[]], "the next stage says so itself"
+
+
+def test_the_last_stage_tells_first(capsys: pytest.CaptureFixture[str],
+                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in (Part, View):
+        monkeypatch.setattr(kind, "tell", Wary.tell)
+    pipeline.run(settings("needed", "view"))
+    assert capsys.readouterr().out.splitlines()[-2:] == ["told view", "told needed"]

@@ -19,7 +19,7 @@ from trainer._paths import find
 from trainer.check import check
 from trainer.compose import compose_configuration
 from trainer.errors import UserError
-from trainer.ranges import Above, AtLeast, AtMost, Below, Distinct, require_device
+from trainer.ranges import Above, AtLeast, AtMost, Below, Bound, Distinct, require_device
 
 CHOICES = find()
 BAD = {
@@ -110,7 +110,7 @@ def bare(hint: Any) -> bool:
     """Whether some number of the annotation may be anything."""
     if get_origin(hint) is Annotated:
         return bare(get_args(hint)[0]) and not any(
-            isinstance(rule, (AtLeast, AtMost, Above, Below)) for rule in hint.__metadata__)
+            isinstance(rule, Bound) for rule in hint.__metadata__)
     return hint in (int, float) or any(bare(inner) for inner in get_args(hint))
 
 

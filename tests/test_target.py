@@ -113,7 +113,8 @@ def test_the_mask_token_is_a_text_or_an_id(tiny_target: Target, token: str | int
 @pytest.mark.parametrize(("token", "said"), [
     ("<|nothing|>", "'<|nothing|>' is not one of the 320 rows"), (320, "320 is not one of the 320 rows"),
     (-1, "-1 is not one of"), ("<|im_end|>", "begins or ends tiny's texts"),
-    ("<|im_start|>", "begins or ends")])
+    ("<|im_start|>", "begins or ends"), (65, "is an ordinary token of texts, so"),
+    ("a", "is an ordinary token of texts")])
 def test_another_mask_token_is_refused_with_a_suggestion(tiny_target: Target, token: str | int,
                                                          said: str) -> None:
     with pytest.raises(UserError, match=said.replace("|", r"\|")) as caught:
@@ -122,6 +123,21 @@ def test_another_mask_token_is_refused_with_a_suggestion(tiny_target: Target, to
     assert len(suggested) == 4 and "<|im_end|>" not in suggested
     for name in suggested:
         assert replace(tiny_target, mask_token=name).mask_token_id < 320
+
+
+def test_a_token_of_the_template_is_no_mask(tiny_target: Target, folder: Path) -> None:
+    path = folder / "chat_template.jinja"
+    path.write_text(path.read_text() + "{# <|unused_5|> #}")
+    with pytest.raises(UserError, match=r"\(id \d+\) stands in the chat template, so it has a meaning"):
+        _ = replace(tiny_target, source=Folder(str(folder)), mask_token="<|unused_5|>").mask_token_id
+
+
+def test_stretched_positions_count(tiny_target: Target, tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+    longer = copied(tiny_target, tmp_path / "longer", config={"rope_parameters": yarn})
+    longer.require_length(8192, "any")
+    with pytest.raises(UserError, match="any=8193 is more than the 2048 positions"):
+        longer.require_length(8193, "any")
 
 
 def test_rows_beyond_the_tokenizer_are_suggested_first(tiny_target: Target, tmp_path: Path) -> None:

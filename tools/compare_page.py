@@ -1,4 +1,4 @@
-"""The page of tools/compare_runs.py: one HTML file that loads nothing."""
+"""A part of tools/compare_runs.py and no command: its page, one HTML file that loads nothing."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def flat(node: Any, prefix: str = "") -> dict[str, str]:
     """Settings by dotted key, without what cannot change a result."""
     if not isinstance(node, dict):
         return {prefix: json.dumps(node)}
-    return {key: value for name, child in node.items() if name != "runtime"
+    return {key: value for name, child in node.items() if name != "runtime" or "_target_" not in node
             for key, value in flat(child, f"{prefix}.{name}".lstrip(".")).items()}
 
 
@@ -203,6 +203,13 @@ def signed(value: float | None, error: float | None) -> str:
     return f"{value:+.4f}" + (f" ± {error:.4f}" if error is not None else "")
 
 
+def telling(figures: dict[str, Any]) -> dict[str, Any]:
+    """Without decodings in process that a server did as well, which a gate holds together; files have all."""
+    here, served = ENGINES.values()
+    return {name: figure for name, figure in figures.items()
+            if not name.endswith(here) or name.removesuffix(here) + served not in figures}
+
+
 def show(runs: Sequence[Run], found: dict[str, Any]) -> None:
     console = Console(width=200, highlight=False)
     keys = [*found["settings"], *found["seeds"]]
@@ -221,7 +228,7 @@ def show(runs: Sequence[Run], found: dict[str, Any]) -> None:
     table = Table("group", "figure", "mean", "spread", "by seed", title="groups: all but the seeds is equal",
                   title_justify="left")
     for group in found["groups"]:
-        for number, (name, figure) in enumerate(group["figures"].items()):
+        for number, (name, figure) in enumerate(telling(group["figures"]).items()):
             each = ", ".join(f"{run['seed']}: {run['figures'][name]:.4f}" for run in group["runs"]
                              if name in run["figures"])
             table.add_row("" if number else escape(group["title"]), name, f"{figure['mean']:.4f}",
@@ -230,7 +237,7 @@ def show(runs: Sequence[Run], found: dict[str, Any]) -> None:
     console.print(table)
     for each in found["differences"]:
         console.print(f"{each['group']} against {each['reference']}", markup=False)
-        for name, figure in each["figures"].items():
+        for name, figure in telling(each["figures"]).items():
             paired = f"; seed by seed {signed(figure['difference'], figure['paired_standard_error'])}" \
                 if figure["by_seed"] else ""
             console.print(f"  {name}: {signed(figure['difference'], figure['standard_error'])}{paired}")
@@ -250,6 +257,7 @@ def table(roots: Sequence[Path], only: Sequence[str], out: Path) -> int:
     found = compare(runs)
     show(runs, found)
     try:
+        out.mkdir(parents=True, exist_ok=True)
         (out / "comparison.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         (out / "comparison.html").write_text(page(found), encoding="utf-8")
     except OSError as error:

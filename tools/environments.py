@@ -1,4 +1,5 @@
-"""What an environment of the project is made of, whether it is up to date, and the steps that make it.
+"""A part of tools/setup.py and no command: what an environment of the project is made of, whether it is up to
+date, and the steps that make it.
 
 Assumes the standard library of Python 3.11 and a pip inside the new environment. Whatever goes wrong becomes
 one `SetupError` with the likely cause and the end of the log; the half-made environment stays for a look.

@@ -1,4 +1,5 @@
-"""Put `conf/` and `recipes/` into the wheel, as `trainer/conf/` and `trainer/conf/recipe/`.
+"""A part of the build (pyproject.toml) and no command: puts `conf/` and `recipes/` into the wheel, as
+`trainer/conf/` and `trainer/conf/recipe/`.
 
 They lie at the top of the checkout, where people look for them, outside the package, where setuptools looks.
 Every file in them travels, so that a new configuration group needs no list to be kept. An editable

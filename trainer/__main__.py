@@ -18,11 +18,12 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from trainer import __version__
-from trainer.errors import Several, UserError
+from trainer.errors import Several, UserError, gathered
 
 if TYPE_CHECKING:
     from trainer._paths import Choices
@@ -112,12 +113,13 @@ def _main(arguments: list[str], choices: Choices | None) -> int:
     if problems:
         return _complain(problems)
     if "check" in flags:
-        print("the settings are right", flush=True)
         stages = pipeline.plan(settings)
         pipeline.show(stages, settings)
         pipeline.require_inputs(stages, settings["run"])
-        pipeline.preflight(stages, settings["run"])
-        print("and all that they need is here", flush=True)
+        with gathered() as attempt:
+            attempt(partial(pipeline.preflight, stages, settings["run"]))
+            attempt(partial(pipeline.rehearse, stages, settings["run"]))
+        print("the settings are right, and all that they need is here", flush=True)
     else:
         print(pipeline.run(settings), flush=True)
     return 0

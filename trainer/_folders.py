@@ -16,6 +16,7 @@ import os
 import platform
 import shutil
 import stat
+import tempfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,18 @@ def usable(setting: str, given: str, below: str) -> Path:
     if not given.strip():
         raise UserError(f"{setting}= is empty, expected a folder; set it, or leave it out for the default")
     return folder
+
+
+def require_writable(setting: str, root: Path, below: str) -> None:
+    """Raises unless results can be written into the folder `below` of `root`, which a setting names. Rights
+    alone do not tell; what is tried has no name and leaves nothing."""
+    folder = root / below
+    place = next(each for each in (folder, *folder.parents) if each.exists())
+    try:
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError as error:
+        raise UserError(f"{setting}={root} cannot be written ({error.strerror}); set {setting}= to a folder "
+                        f"that can") from error
 
 
 @contextlib.contextmanager

@@ -27,6 +27,12 @@ class GateFailed(UserError):
     """A parity gate did not hold; the message names the likely cause."""
 
 
+def first_line(error: BaseException) -> str:
+    """What an error of a library says, in a line; the name of its kind where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 @contextmanager
 def gathered() -> Iterator[Callable[[Callable[[], Any]], Any]]:
     """Yields a function that calls another one and returns None where that raises a UserError. What they said
@@ -37,7 +43,7 @@ def gathered() -> Iterator[Callable[[Callable[[], Any]], Any]]:
         try:
             return call()
         except UserError as error:
-            problems.append(str(error))
+            problems.extend(error.problems if isinstance(error, Several) else [str(error)])
             return None
 
     yield attempt

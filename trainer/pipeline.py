@@ -7,29 +7,28 @@ nothing is deleted here, old folders stay until their owner removes them. Only t
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
-import platform
+import re
 import shutil
+import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
-from trainer import __version__, _folders
-from trainer._folders import full_disk, locked, read_sealed, write_json, write_sealed
+from trainer import _folders, _latest
+from trainer._folders import full_disk, locked, write_sealed
 from trainer._secrets import masked
-from trainer.errors import UserError, gathered
+from trainer._stage_record import fingerprint, finished, require_unchanged, versions
+from trainer.errors import UserError, first_line, gathered
 from trainer.progress import clock, compact
 
-PACKAGES = ("torch", "transformers", "safetensors", "hydra-core", "numpy")
+REFUSALS = (ValueError, TypeError)  # by which constructors refuse what they are given
 
 
 class Stage(ABC):
@@ -40,6 +39,11 @@ class Stage(ABC):
     uses: ClassVar[tuple[str, ...]] = ()  # stages whose folders it reads where they are finished
     lasting: ClassVar[bool] = True  # False: a view of how things are now, made anew every time
     sized: ClassVar[tuple[str, ...]] = ()  # globs of files with checksums of their own, or that may grow
+
+    @property
+    def quick(self) -> bool:
+        """Whether `run` takes a moment and nothing but files that are here, so that `--check` may try it."""
+        return False
 
     def check(self, stages: Mapping[str, Any]) -> dict[str, str]:
         """By key what is wrong with settings that are right one by one, of this stage or together with those
@@ -57,7 +61,7 @@ class Stage(ABC):
 
     def foresee(self, inputs: dict[str, Path]) -> None:
         """Raises what can be told already from those of `inputs` that are finished, before the stages between
-        are run."""
+        are run. What `run` says as early need not be said here but for `--check`."""
         return
 
     @abstractmethod
@@ -67,7 +71,8 @@ class Stage(ABC):
         and of those in `uses` that are finished."""
 
     def tell(self, folder: Path) -> None:
-        """Prints what people want to see of a finished `folder`; every run that names the stage ends so."""
+        """Prints what people want to see of a finished `folder`; every run that names the stage ends so, the
+        last stage first: what was measured, and then what to do with it."""
         return
 
 
@@ -93,8 +98,9 @@ class Planned:
         return "continue" if self.partial.is_dir() and any(self.partial.iterdir()) else "run"
 
 
-def build(node: dict[str, Any], **arguments: Any) -> Any:
-    """The object that a plain node describes, nested nodes first; `arguments` are handed over as they are."""
+def build(node: dict[str, Any], place: str = "", /, **arguments: Any) -> Any:
+    """The object that a plain node describes, nested nodes first; `arguments` are handed over as they are.
+    `place` is the key of the node, for messages."""
     try:
         if arguments:
             return instantiate({**node, "_partial_": True}, _convert_="all")(**arguments)
@@ -103,37 +109,15 @@ def build(node: dict[str, Any], **arguments: Any) -> Any:
         cause: BaseException | None = error
         while isinstance(cause, InstantiationException):
             cause = cause.__cause__
-        if cause is None:
-            raise UserError(f"{node.get('_target_')} cannot be built: {_first_line(error)}") from error
+        if isinstance(cause, UserError):
+            raise cause from None
+        if cause is None or isinstance(cause, REFUSALS):
+            inner = re.search(r"^full_key: (\S+)", str(error), re.MULTILINE)
+            key = ".".join(part for part in (place, inner[1] if inner else "") if part)
+            reason = f"{type(cause).__name__}: {first_line(cause)}" if cause else first_line(error)
+            raise UserError(f"{key or node.get('_target_')} cannot be built from its settings "
+                            f"({reason}); mend them") from error
         raise cause from None
-
-
-def fingerprint(settings: Any, version: int, external: dict[str, Any], inputs: dict[str, str]) -> str:
-    """sha256 of everything that decides the result, in canonical JSON."""
-    facts = {"settings": _deciding(settings), "version": version, "external": external, "inputs": inputs}
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def finished(folder: Path, expected: str, remove: str = "the folder") -> bool:
-    """Whether the folder holds the finished result with this fingerprint; a damaged record is an error."""
-    if not folder.exists():
-        return False
-    try:
-        found = read_sealed(folder / "stage.json")["fingerprint"]
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{folder} exists but its stage.json cannot be read ({_first_line(error)}); remove "
-                        f"{remove} and run the same command again") from error
-    if found != expected:
-        raise UserError(f"{folder} was made by fingerprint {found}, not {expected}; remove {remove} and run "
-                        f"the same command again")
-    return True
-
-
-def require_unchanged(folder: Path) -> None:
-    """Raises when a file of the finished `folder` is not as the stage left it; records of older versions
-    name no files, and nothing is compared."""
-    if found := _folders.change(folder, read_sealed(folder / "stage.json").get("files", {})):
-        raise UserError(f"{found}; remove {folder} and run the same command again")
 
 
 def check(settings: dict[str, Any]) -> dict[str, str]:
@@ -172,7 +156,7 @@ def _stages(settings: dict[str, Any]) -> dict[str, Stage]:
         if not isinstance(settings.get(name), dict):
             raise UserError(f"stage '{reader}' reads '{name}', which the configuration does not have; "
                             f"choose an option for the group {name}")
-        stage = build(settings[name])
+        stage = build(settings[name], name)
         assert isinstance(stage, Stage), f"{name} is no Stage but {type(stage).__name__}"
         for upstream in (*stage.after, *stage.uses):
             add(upstream, name, (*open_stages, name))
@@ -222,7 +206,25 @@ def preflight(stages: list[Planned], names: list[str]) -> None:
     with gathered() as attempt:
         for planned in stages:
             if planned.name in names and planned.state != "reuse":
+                attempt(partial(_folders.require_writable, "run_root", planned.folder.parent.parent,
+                                planned.name))
                 attempt(planned.stage.preflight)
+
+
+def rehearse(stages: list[Planned], names: list[str]) -> None:
+    """Raises once for all that a run of these names would say after its quick stages, which are done here in
+    a folder that is not kept."""
+    with tempfile.TemporaryDirectory() as place, gathered() as attempt:
+        folders = {planned.name: planned.folder.resolve() for planned in stages if planned.state == "reuse"}
+        for planned in [each for each in stages if each.name in names and each.state != "reuse"]:
+            inputs = {name: folders[name] for name in planned.stage.after if name in folders}
+            if not planned.stage.quick:
+                attempt(partial(planned.stage.foresee, inputs))
+            elif len(inputs) == len(planned.stage.after):
+                out = Path(place, planned.name)
+                out.mkdir()
+                if attempt(partial(planned.stage.run, inputs, out)) is not None:
+                    folders[planned.name] = out
 
 
 def run(settings: dict[str, Any]) -> Path:
@@ -240,12 +242,13 @@ def run(settings: dict[str, Any]) -> Path:
         if planned.state != "reuse":
             _execute(planned, {name: by_name[name].folder.resolve() for name in planned.inputs
                                if name in planned.stage.after or by_name[name].state == "reuse"})
-        for later in wanted[place + 1:]:
+        for later in wanted[place + 2:]:  # the next one says so itself
             if planned.name in later.stage.after and later.state != "reuse":
                 later.stage.foresee({name: by_name[name].folder.resolve() for name in later.stage.after
                                      if by_name[name].state == "reuse"})
-    _remember(Path(settings["run_root"]).expanduser(), stages)
-    for planned in wanted:
+    _latest.remember(Path(settings["run_root"]).expanduser(), {
+        planned.name: str(planned.folder.resolve()) for planned in stages if planned.folder.exists()})
+    for planned in reversed(wanted):
         planned.stage.tell(planned.folder)
     result = by_name["report"].folder / "report.json" if "report" in settings["run"] else wanted[-1].folder
     return result if result.exists() else wanted[-1].folder
@@ -271,7 +274,7 @@ def _execute(planned: Planned, inputs: dict[str, Path]) -> None:
             record = planned.stage.run(inputs, out.resolve())
             seconds = time.monotonic() - began
             _folders.settle(out)
-            write_sealed(out / "stage.json", _stage_json(planned, record, seconds, state == "continue"))
+            write_sealed(out / "stage.json", _record(planned, record, seconds, state == "continue"))
             _say(planned.name, record, seconds)
         if not planned.stage.lasting:
             shutil.rmtree(planned.folder, ignore_errors=True)
@@ -279,33 +282,12 @@ def _execute(planned: Planned, inputs: dict[str, Path]) -> None:
         _folders.sync(planned.folder.parent)
 
 
-def _stage_json(planned: Planned, record: dict[str, Any], seconds: float, resumed: bool) -> dict[str, Any]:
-    """`seconds` are those of the last call alone when `resumed` is true."""
+def _record(planned: Planned, record: dict[str, Any], seconds: float, resumed: bool) -> dict[str, Any]:
+    """What stage.json holds; `seconds` are those of the last call alone when `resumed` is true."""
     return {"stage": planned.name, "version": planned.stage.version, "fingerprint": planned.fingerprint,
             "settings": planned.settings, "inputs": planned.inputs, "record": record,
-            "seconds": round(seconds, 3), "resumed": resumed, "versions": _versions(),
+            "seconds": round(seconds, 3), "resumed": resumed, "versions": versions(),
             "files": _folders.sums(planned.partial, planned.stage.sized)}
-
-
-def _remember(root: Path, stages: list[Planned]) -> None:
-    """`latest.json` maps each stage to its newest finished folder, so that people and scripts find it. A
-    convenience: it is made anew where it cannot be read, and only missed where it cannot be written."""
-    path = root / "latest.json"
-    fresh = {planned.name: str(planned.folder.resolve()) for planned in stages if planned.folder.exists()}
-    try:
-        if fresh.items() - _known(path).items():
-            with locked(path, "latest.json", wait=True):
-                write_json(path, {**_known(path), **fresh})
-    except (OSError, UserError) as error:
-        reason = _first_line(error.__cause__ or error)
-        print(f"note: {path} cannot be written and does not name these results ({reason})", flush=True)
-
-
-def _known(path: Path) -> dict[str, str]:
-    with contextlib.suppress(OSError, ValueError):
-        known = json.loads(path.read_text(encoding="utf-8"))
-        return {str(name): str(folder) for name, folder in known.items()} if isinstance(known, dict) else {}
-    return {}
 
 
 def _say(name: str, record: dict[str, Any], seconds: float) -> None:
@@ -313,24 +295,3 @@ def _say(name: str, record: dict[str, Any], seconds: float) -> None:
     print(f"{name}: done in {clock(seconds)}" + "".join(f", {number}" for number in numbers[:8]), flush=True)
     for gate, held in record.get("gates", {}).items():
         print(f"  gate {gate}: {held['value']:.6g} {held['comparison']} {held['bound']:.6g}", flush=True)
-
-
-def _deciding(node: Any) -> Any:
-    """What can change the result: without `runtime` nodes and the keys that only steer the building."""
-    if isinstance(node, dict):
-        return {str(key): _deciding(value) for key, value in node.items()
-                if key != "runtime" and (not str(key).startswith("_") or key in ("_target_", "_args_"))}
-    return [_deciding(value) for value in node] if isinstance(node, list) else node
-
-
-def _versions() -> dict[str, str]:
-    found = {"trainer": __version__, "python": platform.python_version()}
-    for package in PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -6,9 +6,12 @@ constructor directly is not judged. Infinity and "not a number" fit no annotatio
 
 from __future__ import annotations
 
+import operator
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from trainer.errors import UserError
@@ -24,51 +27,25 @@ class Rule(ABC):
 
 
 @dataclass(frozen=True)
-class AtLeast(Rule):
+class Bound(Rule):
+    """For numbers, by how they stand to `bound`."""
+
+    holds: Callable[[Any, float], bool]
+    relation: str
     bound: float
 
     @property
     def words(self) -> str:
-        return f"of at least {self.bound}"
+        return f"{self.relation} {self.bound}"
 
     def fits(self, value: Any) -> bool:
-        return value >= self.bound
+        return self.holds(value, self.bound)
 
 
-@dataclass(frozen=True)
-class AtMost(Rule):
-    bound: float
-
-    @property
-    def words(self) -> str:
-        return f"of at most {self.bound}"
-
-    def fits(self, value: Any) -> bool:
-        return value <= self.bound
-
-
-@dataclass(frozen=True)
-class Above(Rule):
-    bound: float
-
-    @property
-    def words(self) -> str:
-        return f"above {self.bound}"
-
-    def fits(self, value: Any) -> bool:
-        return value > self.bound
-
-
-@dataclass(frozen=True)
-class Below(Rule):
-    bound: float
-
-    @property
-    def words(self) -> str:
-        return f"below {self.bound}"
-
-    def fits(self, value: Any) -> bool:
-        return value < self.bound
+AtLeast = partial(Bound, operator.ge, "of at least")
+AtMost = partial(Bound, operator.le, "of at most")
+Above = partial(Bound, operator.gt, "above")
+Below = partial(Bound, operator.lt, "below")
 
 
 @dataclass(frozen=True)

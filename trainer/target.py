@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +26,7 @@ MORE_FILES = ("vocab.json", "merges.txt", "added_tokens.json", "additional_chat_
 INDEX = "model.safetensors.index.json"
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 POINTER = b"version https://git-lfs"
+BRACKETED = re.compile(r"<.+>|\[.+\]")
 
 
 class TargetSource(ABC):
@@ -132,7 +134,30 @@ class Target:
             raise UserError(f"target.mask_token {token!r} (id {found}) begins or ends {self.name}'s texts, "
                             "so it has a meaning; choose an unused token, for example one of "
                             f"{self.unused_tokens()}")
+        if meaning := self._meaning(found):
+            raise UserError(f"target.mask_token {token!r} (id {found}) {meaning}, so it has a meaning for "
+                            f"{self.name}; choose an unused token, for example one of {self.unused_tokens()}")
         return found
+
+    def _meaning(self, token: int) -> str | None:
+        """What a token of the vocabulary is used for; None for one that may be unused: those beyond the
+        tokenizer, those that were added to it, and those in brackets, such as <unused7>."""
+        if token >= len(self.tokenizer):
+            return None
+        text = self.tokenizer.convert_ids_to_tokens(token) or ""
+        if token not in self.tokenizer.added_tokens_decoder and not BRACKETED.fullmatch(text):
+            return "is an ordinary token of texts"
+        return "stands in the chat template" if text in str(self.tokenizer.chat_template or "") else None
+
+    def require_length(self, length: int, setting: str) -> None:
+        """Raises unless the target has positions for sequences of `length` tokens, which `setting` says."""
+        rope = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
+        longest = self.config.get("max_position_embeddings")
+        # some name the length before their positions are stretched: then it is no more than this
+        if longest is not None and length > longest * float(rope.get("factor") or 1):
+            setting = "target.max_length" if length == self.max_length else setting
+            raise UserError(f"{setting}={length} is more than the {longest} positions of {self.name} "
+                            "(max_position_embeddings in its config.json); lower it")
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:

@@ -64,6 +64,7 @@ def test_its_settings_alone_tell_the_longest_draft(name: str, tiny_target: Targe
     drafter, settings = make(name, tiny_target), settings_of(name)
     assert type(drafter).longest_draft(**settings) == drafter.max_k >= 1
     assert type(drafter).check(**settings) == {}
+    assert type(drafter).reads(**settings) == (drafter.tap_layers, drafter.needs_last)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from slow_dflash import SlowDFlash
-from tiny import copied, dflash, objective, random_samples, states_of, uneven, uneven_norms
+from tiny import copied, dflash, make_dflash, objective, random_samples, states_of, uneven, uneven_norms
 
 from trainer.architectures.dflash import DFlash
 from trainer.data.packing import collate
@@ -17,7 +17,7 @@ from trainer.errors import UserError
 from trainer.records import Batch, Sample
 from trainer.target import Target
 from trainer.target_head import load_target_head
-from trainer.training.build import count_tokens
+from trainer.training.build import count_tokens, require_buildable
 
 GAMMA = 3.0
 
@@ -267,11 +267,24 @@ def test_the_draft_vocabulary_comes_from_supervised_tokens(target: Target) -> No
 
 @pytest.mark.parametrize(("settings", "said"), [
     ({"draft_vocab_size": 1}, "draft_vocab_size=1 must lie between"),
+    ({"draft_vocab_size": 400}, "draft_vocab_size=400 must lie between"),
     ({"start_layers": [0, 3]}, "start_layers names layer 3, but tiny has 3 layers"),
     ({"attention": "none"}, "attention=none is not known")])
 def test_settings_that_do_not_fit_are_said(target: Target, settings: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         dflash(target, **settings)
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"rms_norm_eps": None, "intermediate_size": None}, "no rms_norm_eps, intermediate_size, so the"),
+    ({"rope_parameters": {"rope_type": "none", "rope_theta": 1e4}}, "rope_type 'none' of the target is"),
+    ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "cannot be used for rope_type llama3")])
+def test_a_target_of_another_kind_is_said_before_anything_is_loaded(target: Target, changes: dict[str, Any],
+                                                                    said: str) -> None:
+    other = replace(target)
+    other.__dict__["config"] = {**target.config, **changes}
+    with pytest.raises(UserError, match=said):
+        require_buildable(make_dflash(), other, "cpu")
 
 
 def test_settings_that_do_not_fit_each_other_are_said_before_it_is_built() -> None:
@@ -282,7 +295,7 @@ def test_settings_that_do_not_fit_each_other_are_said_before_it_is_built() -> No
 
 
 def test_a_vocabulary_as_large_as_the_target_s_is_the_target_s(target: Target) -> None:
-    for size in (None, 320, 400):
+    for size in (None, 320):
         drafter = dflash(target, draft_vocab_size=size)
         assert not drafter.vocabulary.reduced and len(drafter.vocabulary.ids) == 320
         assert "lm_head.weight" not in drafter.export().weights

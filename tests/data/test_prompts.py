@@ -100,6 +100,8 @@ def test_any_text_comes_back_as_it_was(tmp_path: Path) -> None:
     ('{"messages": "a"}', 'line 2: "messages" must be a list of objects'),
     ('{"messages": [{"role": "user", "content": ["a"]}]}', 'line 2: "messages" must be a list of objects'),
     ('{"messages": [{"content": "a"}]}', 'line 2: "messages" must be a list of objects with "role"'),
+    ('{"turns": ["a"], "turns": ["b"]}', "line 2: the key 'turns' stands twice in one object"),
+    ('{"messages": [{"role": "user", "role": "user", "content": "a"}]}', "2: the key 'role' stands twice"),
     ('{"messages": []}', 'line 2: "turns" must be a list of texts'),
     ('{"messages": [{"role": "assistant", "content": "a"}]}',
      "line 2: message 1 has role 'assistant', expected 'user'"),
@@ -126,6 +128,17 @@ def test_a_file_that_holds_no_prompts_is_refused(tmp_path: Path, content: bytes 
 def test_a_missing_file_is_named_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read .*give a JSONL file"):
         Prompts(Jsonl(str(tmp_path / "none.jsonl")), None, 0).external()
+
+
+def test_keys_that_nothing_reads_are_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    message = {"role": "user", "content": "a", "name": "me", "tool": None}
+    run(write(tmp_path, {"turns": ["a"], "weight": 2, "note": None}, {"messages": [message], "weight": 1},
+              {"turns": ["b"]}), tmp_path)
+    [line] = capsys.readouterr().out.splitlines()[:1]
+    assert line.startswith("prompts: of the 3 rows some have keys that nothing reads: 'weight' in 2, "
+                           "'messages.name' in 1; a row has id, turns, ")
+    run(write(tmp_path, {"turns": ["a"], "id": 1, "split": "train"}), tmp_path)
+    assert "nothing reads" not in capsys.readouterr().out
 
 
 def test_an_id_occurs_once(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tiny import copied, engine
 
 from trainer.data.chat import Chat
 from trainer.data.prompts import Jsonl, Prompts
-from trainer.data.responses import AsGiven, GroupFile, Regenerate, read_samples
+from trainer.data.responses import AsGiven, GroupFile, Regenerate, Stored, read_samples
 from trainer.engines.transformers import TransformersEngine
 from trainer.errors import UserError
 from trainer.records import Completion, Sampling
@@ -106,11 +106,15 @@ def test_an_interrupted_run_ends_with_the_same_bytes(talkative: Target, tmp_path
     assert again == record
 
 
-GROUPS = [[{"id": "a", "tokens": [1, 2]}, {"id": "b", "tokens": []}], [{"id": "c", "text": "é\u2028"}],
-          [{"id": "d", "tokens": [3]}, {"id": "e", "tokens": [4]}, {"id": "f", "tokens": [5]}]]
+def row(name: str, *tokens: int, category: str = "chat") -> dict[str, Any]:
+    return {"id": name, "split": "train", "category": category, "prompt": [7], "tokens": list(tokens),
+            "finish_reason": "stop"}
 
 
-@pytest.mark.parametrize("noise", [b"", b"\0\0\0\0\0", b"\xff"])
+GROUPS = [[row("a", 1, 2), row("b")], [row("c", category="é\u2028")], [row("d", 3), row("e", 4), row("f", 5)]]
+
+
+@pytest.mark.parametrize("noise", [b"", b"\0\0\0\0\0", b"\xff", b"null\n", b"[1]\n{}\n"])
 def test_a_file_cut_anywhere_keeps_whole_groups_and_is_finished_alike(tmp_path: Path, noise: bytes) -> None:
     path = tmp_path / "file.jsonl"
     whole = GroupFile(path)
@@ -119,7 +123,7 @@ def test_a_file_cut_anywhere_keeps_whole_groups_and_is_finished_alike(tmp_path: 
         whole.append(group)
         ends.append(path.stat().st_size)
     expected = path.read_bytes()
-    for cut in range(len(expected) + 1):
+    for cut in sorted({*range(0, len(expected) + 1, 7), *ends, *(end - 1 for end in ends[1:])}):
         path.write_bytes(expected[:cut] + noise)
         found = GroupFile(path)
         kept = max(index for index, end in enumerate(ends) if end <= cut)
@@ -130,11 +134,42 @@ def test_a_file_cut_anywhere_keeps_whole_groups_and_is_finished_alike(tmp_path: 
         assert path.read_bytes() == expected and GroupFile(path).rows == whole.rows
 
 
+@pytest.mark.parametrize("line", [b"null\n", b"{}\n", b"7\n", b"\0\0\n", b'{"id": "a", "tokens": ["x"]}\n'])
+def test_a_damaged_row_before_whole_groups_is_no_torn_tail(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "file.jsonl"
+    whole = GroupFile(path)
+    for group in GROUPS:
+        whole.append(group)
+    before = path.read_bytes()
+    path.write_bytes(line + before)
+    with pytest.raises(UserError, match="line 1: is no row of answers .*, with whole groups behind"):
+        GroupFile(path)
+    assert path.read_bytes() == line + before, "nothing is cut that may be mended"
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    (lambda row: None, "expected an object, found NoneType"),
+    (lambda row: row | {"tokens": "1"}, "tokens missing"),
+    (lambda row: {**row, "split": 1}, "split missing or of another kind"),
+    (lambda row: row | {"mask": [True]}, "its mask is of another length")])
+def test_answers_from_elsewhere_are_rows_of_answers(tiny_target: Target, tmp_path: Path, change: Any,
+                                                    said: str) -> None:
+    text = "".join(json.dumps(each) + "\n" for each in (row("a", 1, 2), change(row("b", 3))))
+    (tmp_path / "responses.jsonl").write_text(text)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(UserError, match=f"responses.jsonl, line 2: is no row of answers .*{said}"):
+        Stored(tiny_target, str(tmp_path)).run({}, tmp_path / "out")
+
+
 def test_a_prompt_without_room_is_an_error_or_dropped_and_counted(talkative: Target, tmp_path: Path) -> None:
     inputs = prompts(tmp_path, [{"id": "short", "turns": ["a"]}, {"id": "long", "turns": ["b" * 100]}])
     with pytest.raises(UserError,
                        match=r"prompt long has 1\d\d tokens, .* target_engine.max_length=80; .*=drop"):
         ask(talkative, inputs, tmp_path / "out", max_length=80)
+    stage = Regenerate(talkative, engine(max_length=80), Sampling(12, 0.0, 1.0, 5), "error")
+    with pytest.raises(UserError, match="prompt long has"):
+        stage.foresee(inputs)
+    replace(stage, too_long="drop").foresee(inputs)
     record, rows = ask(talkative, inputs, tmp_path / "out", max_length=80, too_long="drop")
     assert record["dropped"] == 1 and record["dropped_ids"] == ["long"]
     assert [row["id"] for row in rows] == ["short#0"]
@@ -169,7 +204,7 @@ def test_given_answers_are_kept_with_a_mask_from_the_template(tiny_target: Targe
 def test_every_turn_needs_a_given_answer(tiny_target: Target, tmp_path: Path) -> None:
     inputs = prompts(tmp_path, [{"id": "a", "turns": ["one", "two"], "answers": ["first"]}])
     with pytest.raises(UserError, match="prompt a has 2 turns but 1 answers"):
-        AsGiven(tiny_target, 90).run(inputs, tmp_path)
+        AsGiven(tiny_target, 90).foresee(inputs)
 
 
 def test_given_answers_that_are_all_empty_are_refused(tiny_target: Target, tmp_path: Path) -> None:
@@ -207,3 +242,12 @@ def test_only_what_happened_is_remarked(tiny_target: Target, talkative: Target, 
     record, _ = ask(talkative, prompts(tmp_path / "more", TALKS), tmp_path / "asked")
     assert capsys.readouterr().out.splitlines()[-1].endswith(
         f"in 10 rows; {record['cut']} reached the limit of tokens; {record['empty']} are empty")
+
+
+def test_a_sequence_has_positions_in_the_target(tiny_target: Target) -> None:
+    sampling = Sampling(12, 0.0, 1.0, 5)
+    with pytest.raises(UserError, match="target_engine.max_length=2049 is more than the 2048 positions"):
+        Regenerate(tiny_target, engine(max_length=2049), sampling, "error").preflight()
+    with pytest.raises(UserError, match="target.max_length=3000 is more than"):
+        AsGiven(replace(tiny_target, max_length=3000), 3000).preflight()
+    Regenerate(tiny_target, engine(max_length=2048), sampling, "error").preflight()

@@ -220,8 +220,8 @@ def test_unusable_rows_are_one_clear_error(tmp_path: Path, content: str | None, 
         run_report(folders, tmp_path)
 
 
-def warned(rows: list[dict], sound: bool = True) -> list[str]:
-    return Doubts(identity_tolerance=0.02, rise_tolerance=0.002, sound=sound).warnings(rows)
+def warned(rows: list[dict], sound: bool = True, prompts: int | None = None) -> list[str]:
+    return Doubts(0.02, 0.002, sound, prompts).warnings(rows)
 
 
 @pytest.mark.parametrize(
@@ -257,6 +257,9 @@ def test_a_drafter_that_is_not_accepted_is_first_of_all_a_poor_one() -> None:
     [sound] = warned([make_row([0.02, 0.0])])
     assert re.search(r"\(accepted length 1.02\); the likeliest cause is a drafter that is trained too little "
                      r"\(train.epochs, .*\), as all gates hold; then draft weights", sound)  # fmt: skip
+    assert warned([make_row([0.02, 0.0])], prompts=8) == [sound]
+    [few] = warned([make_row([0.02, 0.0])], prompts=3)
+    assert "the likeliest cause is few prompts: 3 are too few to learn from (prompts.limit, or " in few
     [unsound] = warned([make_row([0.02, 0.0])], sound=False)
     assert re.search("the likeliest cause is draft weights .*; then a drafter that is trained too", unsound)
 

@@ -67,6 +67,24 @@ def test_the_folders_are_complete(tiny_target: Target, inputs: dict[str, Path], 
     assert exported["serve_commands"]["vllm (short)"] == f"vllm serve {tmp_path / '0123' / 'speculators'}"
 
 
+def test_the_end_of_a_run_says_what_to_do_next(tiny_target: Target, inputs: dict[str, Path], tmp_path: Path,
+                                               capsys: pytest.CaptureFixture[str]) -> None:
+    made = stage(tiny_target)
+    (tmp_path / "0123").mkdir()
+    made.run(inputs, tmp_path / "0123")
+    [note] = [line for line in capsys.readouterr().out.splitlines() if "by the path" in line]
+    assert str(tiny_target.folder) in note and "export.target_name=" in note
+    (tmp_path / "0123").rename(tmp_path / "moved")
+    made.tell(tmp_path / "moved")
+    first, second, serve = capsys.readouterr().out.splitlines()
+    assert first == f"exported: {tmp_path / 'moved/speculators'}, for any current vLLM"
+    assert second.startswith(f"exported: {tmp_path / 'moved/native'}, in the layout of the original authors'")
+    assert serve.startswith(f"serve it: vllm serve {tiny_target.folder} --speculative-config ")
+    assert f'"model": "{tmp_path}/moved/speculators"' in serve
+    stage(tiny_target, target_name="org/target").run(inputs, tmp_path / "moved")
+    assert "by the path" not in capsys.readouterr().out
+
+
 def test_a_published_target_is_named_as_such(tiny_target: Target, inputs: dict[str, Path],
                                              tmp_path: Path) -> None:
     stage(tiny_target, target_name="org/target", formats=["speculators"]).run(inputs, tmp_path)

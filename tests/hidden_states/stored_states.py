@@ -3,7 +3,6 @@ that one of them made, and ways to spoil it."""
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -113,7 +112,3 @@ def fill(start: int, end: int, values: bytes) -> Callable[[bytearray], None]:
     def edit(part: bytearray) -> None:
         part[start:end] = values * ((end - start) // len(values))
     return edit
-
-
-def remount(folder: Path, *options: str) -> None:
-    subprocess.run(["mount", "-o", ",".join(["remount", *options]), str(folder)], check=True)

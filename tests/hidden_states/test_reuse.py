@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stored_states import SAMPLES, change, contents, equal, extract, flip, make, remount
+from disks import remount
+from stored_states import SAMPLES, change, contents, equal, extract, flip, make
 from tiny import copied, manifest_of, states_of
 
 from trainer.errors import UserError

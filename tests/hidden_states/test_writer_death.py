@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from disks import remount
 from forks import FORKS
-from stored_states import LAYERS, contents, equal, extract, index_of, make, random_states, remount
+from stored_states import LAYERS, contents, equal, extract, index_of, make, random_states
 from tiny import random_samples, states_of
 from written_states import CODEC, MANIFEST, MANY, SAMPLES, SHARD_BYTES, append_all, check
 

@@ -30,7 +30,7 @@ def finish(root: Path, stage: str, name: str, settings: dict[str, Any], inputs: 
 def training(root: Path, name: str, lr: float, estimate: float, weight: float = 1.0, seed: int = 0,
              states: str = "0" * 16) -> Path:
     final = {"step": 9, "estimate": 1.0, "heldout_estimate": estimate, "heldout_loss": 5.0}
-    folder = finish(root, "train", name, {"optimizer": {"lr": lr}, "epochs": 1, "seed": seed,
+    folder = finish(root, "train", name, {"_target_": "t", "optimizer": {"lr": lr}, "epochs": 1, "seed": seed,
                                           "drafter": {"seed": seed}, "runtime": {"log_every": name}},
                     {"hidden_states": states}, {"steps": 9, "train_seconds": 1.0, "final": final})
     (folder / "log.jsonl").write_text(json.dumps({"step": 9, "loss": weight, "grad_norm": 1.0}) + "\n")
@@ -85,10 +85,9 @@ def six(tmp_path: Path) -> Path:
 
 
 def test_runs_that_differ_in_their_seeds_are_a_group(six: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
     done = call(six, "--out", tmp_path / "out")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == str(tmp_path / "out/comparison.html")
+    assert done.stdout.splitlines()[-1] == str(tmp_path / "out/comparison.html"), "the folder was made"
     found = json.loads((tmp_path / "out/comparison.json").read_text())
     assert found["settings"] == ["hidden_states.storage"] and set(found["seeds"]) == {"seed"}
     assert [group["title"] for group in found["groups"]] == ["storage native", "storage float8_e4m3fn"]
@@ -111,6 +110,16 @@ def test_runs_that_differ_in_their_seeds_are_a_group(six: Path, tmp_path: Path) 
     assert set(difference["figures"]) == {name, "held-out accepted length", "held-out loss",
                                           "training estimate"}
     assert f"{name}: -0.0067 ± 0.0189; seed by seed -0.0067 ± 0.0033" in done.stdout
+
+
+def test_what_a_server_decoded_stands_for_both_in_the_table(six: Path) -> None:
+    for path in six.glob("evaluate/*/rows.json"):
+        rows = json.loads(path.read_text())
+        path.write_text(json.dumps(rows + [{**rows[0], "engine": "vllm"}]))
+    done = call(six)
+    assert "24 prompts vLLM" in done.stdout and "in process" not in done.stdout
+    figures = json.loads((six / "comparison.json").read_text())["groups"][0]["figures"]
+    assert "accepted length, K=3, 24 prompts in process" in figures, "the file has all"
 
 
 class Loads(HTMLParser):
@@ -169,8 +178,9 @@ def test_a_seed_of_the_target_makes_another_target(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     training(tmp_path, "aaaa", 0.1, 1.2)
-    done = call(tmp_path, "--out", tmp_path / "nowhere")
-    assert done.returncode == 2 and f"{tmp_path}/nowhere cannot be written (No such file" in done.stderr
+    (tmp_path / "file").touch()
+    done = call(tmp_path, "--out", tmp_path / "file")
+    assert done.returncode == 2 and f"{tmp_path}/file cannot be written (File exists" in done.stderr
 
 
 def test_bits_tells_equal_from_different(tmp_path: Path) -> None:

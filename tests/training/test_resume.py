@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,7 +90,10 @@ def check_equal(one: Path, two: Path) -> None:
 
 
 @pytest.mark.parametrize(("changes", "said"), [
-    ({"optimizer": partial(torch.optim.AdamW, lr=-1.0)}, "not take its settings: Invalid learning rate: -1"),
+    ({"optimizer": partial(torch.optim.AdamW, lr=-1.0)}, "step on cpu .*rate: -1.*; mend optimizer"),
+    ({"optimizer": partial(torch.optim.AdamW, capturable=True)}, "; mend optimizer.capturable"),
+    ({"drafter": make_dflash(attention="flex")}, "drafter.attention=flex has no backward pass"),
+    ({"drafter": make_dflash(draft_vocab_size=321)}, "draft_vocab_size=321 must lie between the 2 special"),
     ({"drafter": make_dflash(start_layers=[0, 3])}, "start_layers names layer 3, but tiny has 3 layers"),
     ({"runtime": TrainRuntime("cuda:99", 1, 1, 1, None)}, "train.runtime.device=cuda:99, but PyTorch finds")])
 def test_what_cannot_be_trained_is_said_before_any_stage_runs(target: Target, changes: dict[str, Any],
@@ -102,9 +106,14 @@ def test_what_cannot_be_trained_is_said_before_any_stage_runs(target: Target, ch
 
 
 def test_settings_of_the_drafter_are_judged_together(target: Target) -> None:
-    assert stage(target).check({}) == {}
-    found = stage(target, drafter=make_dflash(start_layers=[0])).check({})
-    assert list(found) == ["train.drafter.start_layers"]
+    def judged(last_rows: str = "none", **settings: Any) -> list[str]:
+        stored = SimpleNamespace(tap_layers=[1, 2], last_rows=last_rows)
+        return list(stage(target, drafter=make_dflash(**settings)).check({"hidden_states": stored}))
+
+    assert judged() == judged(objective="kl", last_rows="all") == judged(tap_layers=[2]) == []
+    assert judged(start_layers=[0]) == ["train.drafter.start_layers"]
+    assert judged(tap_layers=[0, 2]) == ["train.drafter.tap_layers"]
+    assert judged(objective="kl") == ["hidden_states.last_rows"]
 
 
 class Stopped(Offline):

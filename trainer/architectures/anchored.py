@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.architectures.base import DraftContext, Drafter, Exported
 from trainer.architectures.losses import CrossEntropy, Objective
-from trainer.architectures.vocabulary import DraftVocabulary, counts_from
+from trainer.architectures.vocabulary import DraftVocabulary, counts_from, size_problem
+from trainer.kernels.select import training_problem
 from trainer.records import Batch, Ratio, Step
 from trainer.target_head import TargetHead
 
@@ -51,6 +52,18 @@ class Anchored(Drafter):
         self.needs_last = objective.needs_teacher
         self.head = context.head
         self.vocabulary = DraftVocabulary(context, draft_vocab_size)
+
+    @classmethod
+    def reads(cls, **settings: Any) -> tuple[tuple[int, ...], bool]:
+        return tuple(settings["tap_layers"]), settings["objective"].needs_teacher
+
+    @classmethod
+    def fits(cls, config: dict[str, Any], special_ids: Sequence[int], device: str | None,
+             **settings: Any) -> dict[str, str]:
+        found = {"draft_vocab_size": size_problem(settings.get("draft_vocab_size"), len({*special_ids}),
+                                                  config["vocab_size"]),
+                 "attention": training_problem(settings.get("attention", ""), device)}
+        return {name: text for name, text in found.items() if text is not None}
 
     @abstractmethod
     def drafted(self, batch: Batch, anchors: Tensor) -> Tensor:

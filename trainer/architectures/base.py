@@ -101,6 +101,18 @@ class Drafter(nn.Module, ABC):
         return {}
 
     @classmethod
+    def reads(cls, **settings: Any) -> tuple[tuple[int, ...], bool]:
+        """The `tap_layers` and `needs_last` of a drafter with these settings, which is not built for it."""
+        return (), False
+
+    @classmethod
+    def fits(cls, config: dict[str, Any], special_ids: Sequence[int], device: str | None,
+             **settings: Any) -> dict[str, str]:
+        """By setting what is wrong with it for a target with this (text) config.json and these special ids,
+        or for training on `device` (null: it is only used). ValueError when the target lacks something."""
+        return {}
+
+    @classmethod
     def initial_layers(cls, **settings: Any) -> tuple[int, ...]:
         """0-based target layers whose weights the constructor wants in `DraftContext.layer_tensors`."""
         return ()

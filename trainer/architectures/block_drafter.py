@@ -102,6 +102,13 @@ class BlockDrafter(Anchored):
                             f"is {list(given)}"}
 
     @classmethod
+    def fits(cls, config: dict[str, Any], special_ids: Sequence[int], device: str | None,
+             **settings: Any) -> dict[str, str]:
+        shape = geometry(config, settings["layers"], settings["intermediate_size"])
+        Rotary(shape["head_dim"], shape["rope_parameters"], shape["max_position_embeddings"])
+        return super().fits(config, special_ids, device, **settings)
+
+    @classmethod
     def initial_layers(cls, **settings: Any) -> tuple[int, ...]:
         return tuple(settings["start_layers"])
 

@@ -96,9 +96,6 @@ class DFlash2(BlockDrafter):
                  start_layers: Sequence[int], loss_chunk: Count, attention: BlockAttention, seed: Seed,
                  conv_kernel_size: Count, conv_group_size: Count, selector_rank: Count, selector_top_k: Count,
                  selector_weight: NotNegative) -> None:
-        if context.config["hidden_size"] % conv_group_size:
-            raise ValueError(f"drafter.conv_group_size={conv_group_size} must divide the hidden size "
-                             f"{context.config['hidden_size']}")
         self.own = {"conv_kernel_size": conv_kernel_size, "conv_group_size": conv_group_size,
                     "selector_rank": selector_rank, "selector_top_k": selector_top_k}
         super().__init__(context, layers, block_size, anchors, tap_layers, None, intermediate_size, objective,
@@ -111,6 +108,16 @@ class DFlash2(BlockDrafter):
         for layer in self.layers:
             for conv in (layer.attention_conv, layer.mlp_conv):
                 nn.init.zeros_(conv.kernel_projection.weight)
+
+    @classmethod
+    def fits(cls, config: dict[str, Any], special_ids: Sequence[int], device: str | None,
+             **settings: Any) -> dict[str, str]:
+        found = super().fits(config, special_ids, device, **settings)
+        if config["hidden_size"] % settings["conv_group_size"]:
+            found["conv_group_size"] = f"must divide the hidden size {config['hidden_size']}"
+        if settings["selector_top_k"] > config["vocab_size"]:
+            found["selector_top_k"] = f"must be at most the target's {config['vocab_size']} rows"
+        return found
 
     def make_layer(self, attend: Callable[..., Tensor]) -> BlockLayer:
         return ConvBlockLayer(self.geometry, attend, self.own["conv_kernel_size"],

@@ -78,6 +78,10 @@ class DSpark(BlockDrafter):
     def longest_draft(cls, **settings: Any) -> int:
         return settings["block_size"] - (0 if settings["sample_from_anchor"] else 1)
 
+    @classmethod
+    def reads(cls, **settings: Any) -> tuple[tuple[int, ...], bool]:
+        return super().reads(**settings)[0], True
+
     def row_logits(self, hidden: Tensor, previous: Tensor) -> Tensor:
         return self.vocabulary.logits(hidden) + self.markov_head(previous)
 

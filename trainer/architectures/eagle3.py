@@ -90,6 +90,13 @@ class Eagle3(Anchored):
         both = settings["fc_norm"] and settings["norm_before_fc"]
         return {"fc_norm": "must be false beside norm_before_fc, as both norm what fc reads"} if both else {}
 
+    @classmethod
+    def fits(cls, config: dict[str, Any], special_ids: Sequence[int], device: str | None,
+             **settings: Any) -> dict[str, str]:
+        shape = geometry(config, settings["layers"], settings["intermediate_size"])
+        Rotary(shape["head_dim"], shape["rope_parameters"], shape["max_position_embeddings"])
+        return super().fits(config, special_ids, device, **settings)
+
     def features(self, taps: Tensor) -> Tensor:
         """g [T, H] of taps [T, layers * hidden] in any dtype."""
         taps = taps.to(self.fc.weight.dtype)

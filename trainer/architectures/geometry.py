@@ -9,6 +9,13 @@ def geometry(config: dict[str, Any], layers: int, intermediate_size: int | None,
              model_type: str = "qwen3") -> dict[str, Any]:
     """The target's sizes and rotary settings for a draft of `layers` layers in the layout of `model_type`;
     nothing is left to a server's defaults."""
+    sizes = {**config, "intermediate_size": intermediate_size or config.get("intermediate_size")}
+    missing = [name for name in ("rms_norm_eps", "max_position_embeddings", "intermediate_size")
+               if sizes.get(name) is None]
+    if missing:
+        raise ValueError(f"the target's config.json has no {', '.join(missing)}, so the draft's layers would "
+                         "be guessed; write it into the file, or choose a target with RMS norms and rotary "
+                         "positions")
     heads = config["num_attention_heads"]
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = rope.get("rope_theta", config.get("rope_theta"))

@@ -69,13 +69,18 @@ def counts_from(weights: dict[str, Tensor], vocab_size: int) -> Tensor:
 
 def choose(counts: Tensor, size: int, forced: tuple[int, ...]) -> Tensor:
     """The `size` target ids of the draft vocabulary, ascending, [size] int64. `counts` [V] int64."""
-    rows = counts.numel()
-    if not len(set(forced)) <= size <= rows:
-        raise ValueError(f"drafter.draft_vocab_size={size} must lie between the {len(set(forced))} special "
-                         f"tokens and the target's {rows} rows")
+    if problem := size_problem(size, len(set(forced)), counts.numel()):
+        raise ValueError(f"drafter.draft_vocab_size={size} {problem}")
     ranked = counts.clone()
     ranked[list(forced)] = torch.iinfo(torch.int64).max
     return torch.argsort(ranked, descending=True, stable=True)[:size].sort().values
+
+
+def size_problem(size: int | None, special: int, rows: int) -> str | None:
+    """What is wrong with a draft vocabulary of `size` tokens (null: all) for a target of `rows` tokens, of
+    which so many `special` ones are always in it; None when nothing is."""
+    return None if size is None or special <= size <= rows else \
+        f"must lie between the {special} special tokens and the target's {rows} rows"
 
 
 def coverage(counts: Tensor, ids: Tensor) -> float:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from rich.text import Text
 
 from trainer.errors import UserError
+from trainer.target import Target
 
 Message = dict[str, Any]
 
@@ -26,6 +27,10 @@ class Chat:
     tokenizer: Any
     template: dict[str, Any]
     end_ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, target: Target) -> Self:
+        return cls(target.tokenizer, target.template, target.end_ids)
 
     def render(self, messages: Sequence[Message], generate: bool) -> list[int]:
         """Ids of the conversation; with `generate` the generation prompt is added, as the server does."""

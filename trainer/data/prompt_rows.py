@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import reprlib
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,35 +12,62 @@ from trainer.errors import UserError
 from trainer.records import Prompt
 
 Row = tuple[Prompt, str | None]  # a prompt and, where the source says so, its split
+KEYS = ("id", "turns", "messages", "system", "answers", "category", "language", "split")
 
 
 def parse_all(values: Iterable[tuple[int, Any]], place: str,
-              parse: Callable[[Any, str, int], Row]) -> list[Row]:
-    """Rows of (number, value). Refuses a repeated id: it would make two rows one in every later stage."""
+              load: Callable[[Any, str], Any] = lambda value, where: value) -> list[Row]:
+    """Rows of (number, value), which `load` makes an object. Refuses a repeated id: it would make two rows
+    one in every later stage. Keys that nothing reads are told."""
     rows: list[Row] = []
     places: dict[str, str] = {}
+    unread: Counter[str] = Counter()
     for number, value in values:
         where = f"{place} {number}"
-        rows.append(parse(value, where, number))
+        row = load(value, where)
+        rows.append(parse_object(row, where, number))
+        unread.update(_unread(row))
         name = rows[-1][0].id
         if name in places:
             raise UserError(f"{where}: the id {name!r} is that of {places[name]} already; ids must be "
                             "unique, rename one of them")
         places[name] = where
+    if unread:
+        named = ", ".join(f"{reprlib.repr(name)} in {count}" for name, count in unread.most_common(5))
+        print(f"prompts: of the {len(rows)} rows some have keys that nothing reads: {named}"
+              f"{', ...' if len(unread) > 5 else ''}; a row has {', '.join(KEYS)}", flush=True)
     return rows
 
 
-def parse_row(line: str, where: str, number: int) -> Row:
+def parse_line(line: str, where: str) -> Any:
+    """The object of a JSONL line."""
     try:
-        row = json.loads(line)
+        return json.loads(line, object_pairs_hook=lambda pairs: _once(pairs, where))
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: not valid JSON ({error.msg} at column {error.colno}); write one JSON "
                         "object a line") from error
+    except UserError:
+        raise
     except (ValueError, RecursionError) as error:
         fault = "lists nested too deeply" if isinstance(error, RecursionError) else "a number too long"
         raise UserError(f"{where}: holds {fault} to be read; write one JSON object of texts a "
                         "line") from error
-    return parse_object(row, where, number)
+
+
+def _once(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
+        raise UserError(f"{where}: the key {reprlib.repr(twice)} stands twice in one object; keep one of "
+                        "the two")
+    return found
+
+
+def _unread(row: dict[str, Any]) -> set[str]:
+    """The keys of a row that was parsed which mean nothing here."""
+    inside = {f"messages.{name}" for message in row.get("messages") or () for name, value in message.items()
+              if value is not None and name not in ("role", "content")}
+    return inside | {name for name, value in row.items() if value is not None and name not in KEYS}
 
 
 def parse_object(row: Any, where: str, number: int) -> Row:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from trainer.data.prompt_rows import Row, parse_all, parse_object, parse_row
+from trainer.data.prompt_rows import Row, parse_all, parse_line
 from trainer.errors import UserError
 from trainer.pipeline import Stage
 from trainer.ranges import Amount, Count
@@ -26,6 +26,8 @@ Text = tuple[str, tuple[str, ...]]  # what is asked: system text and turns
 
 class PromptSource(ABC):
     """Where conversations come from."""
+
+    quick: ClassVar[bool] = True  # False: rows may have to be fetched
 
     @abstractmethod
     def rows(self) -> list[Row]: ...
@@ -52,7 +54,7 @@ class Jsonl(PromptSource):
             raise UserError(f"prompts.source.path {self.path} cannot be read ({error}); give a UTF-8 JSONL "
                             f"file") from error
         rows = parse_all(((number, line) for number, line in enumerate(lines, 1) if line.strip()),
-                         f"{self.path}, line", parse_row)
+                         f"{self.path}, line", parse_line)
         if not rows:
             raise UserError(f"prompts.source.path {self.path} holds no prompt; give one JSON object a line "
                             f'with "turns" or "messages"')
@@ -94,6 +96,8 @@ class Datasets(PromptSource):
     column: str
     revision: str
 
+    quick: ClassVar[bool] = False
+
     def rows(self) -> list[Row]:
         from datasets import load_dataset
 
@@ -106,7 +110,7 @@ class Datasets(PromptSource):
             raise UserError(f"prompts.source.column {self.column} is not in {self.name}; it has "
                             f"{', '.join(table.column_names)}")
         return parse_all(((number, _as_row(value)) for number, value in enumerate(table[self.column], 1)),
-                         f"{self.name}, row", parse_object)
+                         f"{self.name}, row")
 
     def fingerprint(self) -> str:
         folder = Path(self.name).expanduser()
@@ -130,6 +134,10 @@ class Prompts(Stage):
 
     after: ClassVar[tuple[str, ...]] = ()
     version: ClassVar[int] = 1
+
+    @property
+    def quick(self) -> bool:
+        return self.source.quick
 
     def external(self) -> dict[str, Any]:
         return {"source": self.source.fingerprint()}

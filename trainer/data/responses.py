@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,16 +22,14 @@ from rich.text import Text
 
 from trainer.data.chat import Chat, coloured
 from trainer.data.prompts import read_prompts
+from trainer.data.response_rows import RESPONSES, GroupFile, Row, mask_of, read_rows, read_samples
 from trainer.engines.base import TargetEngine
 from trainer.errors import UserError
 from trainer.pipeline import Stage
 from trainer.progress import Progress
 from trainer.ranges import SequenceLength
-from trainer.records import Prompt, Sample, Sampling
+from trainer.records import Prompt, Sampling
 from trainer.target import Target
-
-Row = dict[str, Any]
-RESPONSES = "responses.jsonl"  # in the folder of every finished stage
 
 
 @dataclass(frozen=True)
@@ -59,9 +56,16 @@ class Regenerate(Stage):
     def external(self) -> dict[str, Any]:
         return self.target.facts
 
+    def preflight(self) -> None:
+        self.target.require_length(self.engine.max_length, "target_engine.max_length")
+
+    def foresee(self, inputs: dict[str, Path]) -> None:
+        if "prompts" in inputs:
+            self._too_long(Chat.of(self.target), read_prompts(inputs["prompts"]))
+
     def longest(self, prompts: Sequence[Prompt]) -> list[Length]:
         """Every answer as long as it may be; earlier turns' answers count in the later ones."""
-        chat = Chat(self.target.tokenizer, self.target.template, self.target.end_ids)
+        chat = Chat.of(self.target)
         found, answer = [], self.sampling.max_new_tokens
         for prompt in prompts:
             for turn in range(len(prompt.turns)):
@@ -71,7 +75,7 @@ class Regenerate(Stage):
         return found
 
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
-        chat = Chat(self.target.tokenizer, self.target.template, self.target.end_ids)
+        chat = Chat.of(self.target)
         prompts = read_prompts(inputs["prompts"])
         writer = GroupFile(out / RESPONSES)
         dropped = self._too_long(chat, prompts)
@@ -146,27 +150,39 @@ class AsGiven(Stage):
     def external(self) -> dict[str, Any]:
         return self.target.facts
 
+    def preflight(self) -> None:
+        self.target.require_length(self.max_length, "responses.max_length")
+
+    def foresee(self, inputs: dict[str, Path]) -> None:
+        if "prompts" in inputs:
+            self._answered(inputs["prompts"])
+
+    def _answered(self, folder: Path) -> list[tuple[Prompt, str]]:
+        """The prompts with their split; raises unless each of their turns has an answer."""
+        prompts = read_prompts(folder)
+        if not any(answer.strip() for prompt, _ in prompts for answer in prompt.answers):
+            raise UserError(f"the {len(prompts)} prompts bring no answer that is not empty; "
+                            'responses=as_given needs "answers" or assistant messages, responses=regenerate '
+                            "has the target answer")
+        for prompt, _ in prompts:
+            if len(prompt.answers) < len(prompt.turns):
+                raise UserError(f"prompt {prompt.id} has {len(prompt.turns)} turns but {len(prompt.answers)} "
+                                "answers; responses=as_given needs an answer to each, or use "
+                                "responses=regenerate")
+        return prompts
+
     def longest(self, prompts: Sequence[Prompt]) -> list[Length]:
         """The given answers, exactly, and those too that are too long."""
-        chat = Chat(self.target.tokenizer, self.target.template, self.target.end_ids)
+        chat = Chat.of(self.target)
         return [Length(f"{prompt.id}#{number}", len(ids), sum(mask)) for prompt in prompts
                 for number, (ids, mask) in enumerate(chat.supervised(messages_of(prompt,
                                                                                  list(prompt.answers))))]
 
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
-        chat = Chat(self.target.tokenizer, self.target.template, self.target.end_ids)
+        chat = Chat.of(self.target)
         rows: list[Row] = []
         dropped = []
-        prompts = read_prompts(inputs["prompts"])
-        if not any(answer.strip() for prompt, _ in prompts for answer in prompt.answers):
-            raise UserError(f"the {len(prompts)} prompts bring no answer that is not empty; "
-                            'responses=as_given needs "answers" or assistant messages, responses=regenerate '
-                            "has the target answer")
-        for prompt, name in prompts:
-            if len(prompt.answers) < len(prompt.turns):
-                raise UserError(f"prompt {prompt.id} has {len(prompt.turns)} turns but {len(prompt.answers)} "
-                                "answers; responses=as_given needs an answer to each, or use "
-                                "responses=regenerate")
+        for prompt, name in self._answered(inputs["prompts"]):
             for number, (ids, mask) in enumerate(chat.supervised(messages_of(prompt, list(prompt.answers)))):
                 if len(ids) > self.max_length:
                     dropped.append(prompt.id)
@@ -202,8 +218,7 @@ class Stored(Stage):
 
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
         shutil.copyfile(self._file(), out / RESPONSES)
-        rows = [json.loads(line) for line in (out / RESPONSES).read_text().splitlines()]
-        return describe(rows, Chat(self.target.tokenizer, self.target.template, self.target.end_ids), [])
+        return describe([*read_rows(out)], Chat.of(self.target), [])
 
     def longest(self, prompts: Sequence[Prompt]) -> list[Length]:
         """The stored answers, exactly, whatever the prompts."""
@@ -213,43 +228,6 @@ class Stored(Stage):
 
     def _file(self) -> Path:
         return Path(self.path).expanduser() / RESPONSES
-
-
-class GroupFile:
-    """An append-only JSONL of groups. Opening it cuts a torn tail: rows after the last whole group."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.rows: dict[str, Row] = {}
-        if not path.exists():
-            return
-        whole = position = 0
-        pending: dict[str, Row] = {}
-        with path.open("rb") as file:
-            for line in file:
-                position += len(line)
-                try:
-                    row = json.loads(line)
-                except ValueError:
-                    break
-                if not line.endswith(b"\n"):
-                    break
-                pending[row["id"]] = row
-                if row.pop("last", False):
-                    self.rows.update(pending)
-                    whole, pending = position, {}
-        os.truncate(path, whole)
-
-    def has(self, group: list[Row]) -> bool:
-        return all(row["id"] in self.rows for row in group)
-
-    def append(self, rows: list[Row]) -> None:
-        lines = [json.dumps({**row, "last": True} if row is rows[-1] else row) + "\n" for row in rows]
-        with self.path.open("a") as file:
-            file.writelines(lines)
-            file.flush()
-            os.fsync(file.fileno())
-        self.rows.update({row["id"]: row for row in rows})
 
 
 def messages_of(prompt: Prompt, answers: list[str]) -> list[dict[str, str]]:
@@ -262,25 +240,11 @@ def messages_of(prompt: Prompt, answers: list[str]) -> list[dict[str, str]]:
     return messages
 
 
-def read_samples(folder: Path, split: str) -> list[Sample]:
-    """Training rows of one split of a finished stage, ordered by id."""
-    samples = []
-    with (folder / RESPONSES).open() as file:
-        for line in file:
-            row = json.loads(line)
-            if row["split"] == split:
-                mask = row.get("mask") or [False] * len(row["prompt"]) + [True] * len(row["tokens"])
-                samples.append(Sample(row["id"], tuple(row["prompt"] + row["tokens"]), tuple(mask),
-                                      row["category"], row["finish_reason"]))
-    return sorted(samples, key=lambda sample: sample.id)
-
-
 def describe(rows: list[Row], chat: Chat, dropped: list[str]) -> dict[str, Any]:
     """The numbers of the stage's record; prints the supervised share and one row; refuses rows of which
     nothing can be learnt."""
     cut = [row["id"] for row in rows if row["finish_reason"] == "length"]
-    masks = {row["id"]: row.get("mask") or [False] * len(row["prompt"]) + [True] * len(row["tokens"])
-             for row in rows}
+    masks = {row["id"]: mask_of(row) for row in rows}
     empty = [row["id"] for row in rows if sum(masks[row["id"]]) - (row["finish_reason"] != "length") <= 0]
     tokens, supervised = sum(map(len, masks.values())), sum(map(sum, masks.values()))
     if not any(row["split"] == "train" for row in rows):

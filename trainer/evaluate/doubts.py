@@ -10,6 +10,7 @@ from itertools import pairwise
 from trainer.evaluate import figures
 from trainer.evaluate.rows import FEW_DRAFTS, NEAR_ONE
 
+FEW_PROMPTS = 8  # to train on; with fewer, more training helps nothing
 WEIGHTS_OR_LAYERS = (
     "draft weights that the engine left unset, or hidden states taken from other layers than in training"
 )
@@ -25,11 +26,13 @@ LEFT_OUT = (  # stage, number in its record, what it counts
 class Doubts:
     """`identity_tolerance`: how far 1 + the sum of acceptance by position may be from the mean accepted
     length; `rise_tolerance`: how much a position may exceed the one before; `sound`: whether all gates held,
-    so that a drafter that is not accepted is rather a poor one than one that is served wrongly."""
+    so that a drafter that is not accepted is rather a poor one than one that is served wrongly; `prompts`:
+    how many it was trained on, where that is known."""
 
     identity_tolerance: float
     rise_tolerance: float
     sound: bool
+    prompts: int | None
 
     def warnings(self, rows: list[dict]) -> list[str]:
         """The doubts of all rows, the gravest first; each names the first of the rows that it is about."""
@@ -71,8 +74,11 @@ class Doubts:
     def _of_drafts(self, row: dict, rates: list[float], length: float) -> Iterator[tuple[str, str]]:
         drafts = row.get("drafts")
         if rates and length < NEAR_ONE and drafts != 0:
+            few = self.prompts is not None and self.prompts < FEW_PROMPTS
             causes = [
-                "a drafter that is trained too little (train.epochs, train.steps, prompts.limit)",
+                f"few prompts: {self.prompts} are too few to learn from (prompts.limit, or a larger source)"
+                if few
+                else "a drafter that is trained too little (train.epochs, train.steps, prompts.limit)",
                 WEIGHTS_OR_LAYERS,
             ]
             first, second = causes if self.sound else reversed(causes)

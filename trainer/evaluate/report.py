@@ -100,7 +100,8 @@ class Report(Stage):
         finished = {name: finished_stages.read_json(inputs[name] / "stage.json") for name in names}
         gates = merge_gates(finished)
         sound = bool(gates) and all(gate["passed"] for gate in gates.values())
-        doubts = Doubts(self.identity_tolerance, self.rise_tolerance, sound)
+        prompts = finished.get("prompts", {}).get("record", {}).get("train")
+        doubts = Doubts(self.identity_tolerance, self.rise_tolerance, sound, prompts)
         return {
             "format": 1,
             "created": datetime.now().astimezone().isoformat(timespec="seconds"),

@@ -82,16 +82,21 @@ class Evaluate(Stage):
 
     def preflight(self) -> None:
         self.engine.preflight()
+        self.target.require_length(self.engine.max_length, "evaluate.engine.max_length")
         if self.server is not None:
+            if self.server.url is None:
+                self.target.require_length(self.server.longest(), "engine.max_model_len")
             self.server.preflight()
 
     def foresee(self, inputs: dict[str, Path]) -> None:
         if "prompts" in inputs:
             self._questions(inputs["prompts"])
+        if "export" in inputs:
+            _exported(inputs["export"])
 
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
         folder = inputs["export"] / self.format
-        facts = json.loads((inputs["export"] / "export.json").read_text())
+        facts = _exported(inputs["export"])
         head = load_target_head(self.target.folder, self.target.config)
         drafter = self.drafter.func.restore(FORMATS[self.format].read(folder), self.format, head)
         questions, left_out = self._questions(inputs["prompts"])
@@ -111,7 +116,7 @@ class Evaluate(Stage):
 
     def _questions(self, folder: Path) -> tuple[list[Question], list[str]]:
         """`prompts` of the held-out prompts, and the ids of those that are left out as too long."""
-        chat = Chat(self.target.tokenizer, self.target.template, self.target.end_ids)
+        chat = Chat.of(self.target)
         heldout = [prompt for prompt, name in read_prompts(folder) if name == "heldout"]
         if not heldout:
             raise UserError("there is no held-out prompt to evaluate on; raise prompts.heldout")
@@ -208,6 +213,15 @@ class Evaluate(Stage):
         runtime = replace(self.server.runtime, port=0) if elsewhere else self.server.runtime
         described = replace(self.server, dtype=self.dtype, runtime=runtime)
         return described.serve(self.target.folder, log, folder, method, k)
+
+
+def _exported(folder: Path) -> dict[str, Any]:
+    """What the export says about its folders; raises when their target lies no more where they say."""
+    facts = json.loads((folder / "export.json").read_text())
+    if Path(facts["target"]).is_absolute() and not Path(facts["target"]).exists():
+        raise UserError(f"{folder} names its target by the path {facts['target']}, where nothing is any "
+                        "more; export again with export.target_name= its path now, or its name on the Hub")
+    return facts
 
 
 def _plain(engine: TargetEngine, questions: list[Question], sampling: Sampling) -> list[Completion]:

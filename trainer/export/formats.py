@@ -32,6 +32,7 @@ class Serving:
 
 class Format(ABC):
     name: str
+    use: str  # whom it is for, as the end of a run says it
 
     @abstractmethod
     def config(self, exported: Exported, serving: Serving) -> dict[str, Any]: ...
@@ -63,6 +64,7 @@ class Format(ABC):
 
 class Speculators(Format):
     name = "speculators"
+    use = "for any current vLLM"
 
     def config(self, exported: Exported, serving: Serving) -> dict[str, Any]:
         own = exported.flavours[self.name]
@@ -79,6 +81,7 @@ class Speculators(Format):
 
 class Native(Format):
     name = "native"
+    use = "in the layout of the original authors' checkpoints"
 
     def config(self, exported: Exported, serving: Serving) -> dict[str, Any]:
         return {**exported.geometry, **exported.flavours[self.name]}

@@ -59,6 +59,9 @@ class Export(Stage):
         dtype = getattr(torch, self.dtype)
         exported = drafter.export()
         name = self.target_name or str(self.target.folder)
+        if self.target_name is None:
+            print(f"export: the folders name the target by the path {name}; give export.target_name=<hub id> "
+                  "before you publish them", flush=True)
         serving = Serving(name, self.target.config.get("architectures") or self._architectures(),
                           self.default_k)
         facts = {"method": drafter.method, "max_k": drafter.max_k, "default_k": self.default_k,
@@ -77,6 +80,15 @@ class Export(Stage):
         (out / "export.json").write_text(json.dumps({**facts, "serve_commands": commands}, indent=1) + "\n")
         return {"gates": gates, "formats": self.formats, "max_k": drafter.max_k, "default_k": self.default_k,
                 "parameters": sum(tensor.numel() for tensor in exported.weights.values())}
+
+    def tell(self, folder: Path) -> None:
+        facts = json.loads((folder / "export.json").read_text())
+        for form in facts["formats"]:
+            print(f"exported: {folder / form}, {FORMATS[form].use}")
+        first = facts["formats"][0]
+        commands = serve_commands(first, facts["method"], folder.resolve() / first, facts["target"],
+                                  facts["default_k"])
+        print(f"serve it: {commands['vllm']}", flush=True)
 
     def _architectures(self) -> list[str]:
         return json.loads((self.target.folder / "config.json").read_text()).get("architectures", [])

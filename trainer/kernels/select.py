@@ -13,6 +13,12 @@ from trainer.errors import UserError
 BlockAttention = Literal["reference", "flex"]
 
 
+def training_problem(name: str, device: str | None) -> str | None:
+    """Why nothing can be trained with the kernel on `device`; None where it can."""
+    return "has no backward pass on the device cpu: take reference there" \
+        if (name, device) == ("flex", "cpu") else None
+
+
 def block_attention(name: str) -> Callable[..., Tensor]:
     """`reference` (any device) or `flex` (CUDA and ROCm training; forward only on a CPU)."""
     if name == "reference":

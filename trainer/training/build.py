@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trainer.architectures.base import DraftContext, Drafter
-from trainer.errors import UserError
+from trainer.errors import Several, UserError
 from trainer.ranges import Gives
 from trainer.records import Sample
 from trainer.target import Target
@@ -24,16 +24,33 @@ MakeDrafter = Annotated[partial, Gives(("context",))]  # the drafter's YAML node
 
 def build_drafter(make: MakeDrafter, target: Target, token_counts: Tensor) -> Drafter:
     """A fresh drafter; the same arguments give the same bits."""
-    wanted = wanted_layers(make, target)
+    require_buildable(make, target, None)
     head = load_target_head(target.folder, target.config)
-    bos = target.tokenizer.bos_token_id
-    special = dict.fromkeys((*target.end_ids, *([] if bos is None else [bos])))
-    context = DraftContext(target.config, head, target.mask_token_id, token_counts, tuple(special),
-                           {index: _layer(target, index) for index in wanted})
+    context = DraftContext(target.config, head, target.mask_token_id, token_counts, special_ids(target),
+                           {index: _layer(target, index) for index in wanted_layers(make, target)})
     try:
         return make(context=context)
     except ValueError as error:
         raise UserError(str(error)) from error
+
+
+def require_buildable(make: MakeDrafter, target: Target, device: str | None) -> None:
+    """Raises when no such drafter can be built for the target, or none be trained on `device` (null: it is
+    only used)."""
+    wanted_layers(make, target)
+    _ = target.mask_token_id
+    try:
+        found = make.func.fits(target.config, special_ids(target), device, **make.keywords)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if found:
+        raise Several([f"drafter.{name}={make.keywords[name]} {text}" for name, text in found.items()])
+
+
+def special_ids(target: Target) -> tuple[int, ...]:
+    """Tokens that begin and end texts; every draft vocabulary has them."""
+    bos = target.tokenizer.bos_token_id
+    return tuple(dict.fromkeys((*target.end_ids, *([] if bos is None else [bos]))))
 
 
 def wanted_layers(make: MakeDrafter, target: Target) -> tuple[int, ...]:

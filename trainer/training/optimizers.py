@@ -8,12 +8,14 @@ AdamW's, so one rate serves both.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
 import torch
 from torch import nn
 
+from trainer.errors import UserError, first_line
 from trainer.ranges import AtLeast, Below, NotNegative
 
 Decay = Annotated[float, AtLeast(0), Below(1)]  # of a running average
@@ -64,3 +66,18 @@ class MuonAdamW(torch.optim.Optimizer):
                    if start <= index < start + count}
             part.load_state_dict({"state": own, "param_groups": part.state_dict()["param_groups"]})
             start += count
+
+
+def require_step(make: Callable[..., torch.optim.Optimizer], device: str) -> None:
+    """Raises unless an optimizer with its settings can be made and takes a step on `device`: some settings
+    are refused only there."""
+    parameters = [nn.Parameter(torch.zeros(shape, device=device)) for shape in ((2, 2), (2,))]
+    for each in parameters:
+        each.grad = torch.ones_like(each)
+    try:
+        make(params=parameters).step()
+    except (ValueError, TypeError, AssertionError, RuntimeError, NotImplementedError) as error:
+        words = re.findall(r"\w+", str(error))
+        named = [f"optimizer.{name}" for name in getattr(make, "keywords", {}) if name in words]
+        raise UserError(f"the optimizer cannot take a step on {device} with its settings "
+                        f"({first_line(error)}); mend {' and '.join(named) or 'optimizer.*'}") from error

@@ -37,10 +37,11 @@ from trainer.ranges import (
 from trainer.records import Sample
 from trainer.target import Target
 from trainer.training import checkpoint, monitors
-from trainer.training.build import MakeDrafter, build_drafter, count_tokens, save_counts, wanted_layers
+from trainer.training.build import MakeDrafter, build_drafter, count_tokens, require_buildable, save_counts
 from trainer.training.log import Log, require_wandb
 from trainer.training.loop import Pace, Taken, add, fit, forward, means
 from trainer.training.measuring import SHOWN, Measurements, Measuring
+from trainer.training.optimizers import require_step
 from trainer.training.rows import Rows
 
 
@@ -86,7 +87,18 @@ class Train(Stage):
     def check(self, stages: Mapping[str, Any]) -> dict[str, str]:
         found = {"drafter": self.drafter.func.check(**self.drafter.keywords),
                  "acceptance": self.acceptance.check(self.drafter)}
-        return {f"train.{part}.{name}": text for part, each in found.items() for name, text in each.items()}
+        problems = {f"train.{part}.{name}": text
+                    for part, each in found.items() for name, text in each.items()}
+        layers, last = self.drafter.func.reads(**self.drafter.keywords)
+        stored = stages["hidden_states"]
+        if missing := sorted({*layers} - {*stored.tap_layers}):
+            problems["train.drafter.tap_layers"] = (
+                f"must be among hidden_states.tap_layers {list(stored.tap_layers)}, but {missing} "
+                f"{'is' if len(missing) == 1 else 'are'} not; set target.tap_layers, which sets both")
+        if last and stored.last_rows == "none":
+            problems["hidden_states.last_rows"] = ("must be supervised or all, since the drafter's loss "
+                                                   "reads the target's last state, but is none")
+        return problems
 
     def external(self) -> dict[str, Any]:
         return self.target.facts
@@ -94,12 +106,8 @@ class Train(Stage):
     def preflight(self) -> None:
         require_device(self.runtime.device, "train.runtime.device")
         self.acceptance.preflight()
-        wanted_layers(self.drafter, self.target)
-        _ = self.target.mask_token_id
-        try:
-            self.optimizer(params=[torch.nn.Parameter(torch.zeros(1, 1)), torch.nn.Parameter(torch.zeros(1))])
-        except ValueError as error:
-            raise UserError(f"the optimizer does not take its settings: {error}; mend optimizer.*") from error
+        require_buildable(self.drafter, self.target, self.runtime.device)
+        require_step(self.optimizer, self.runtime.device)
         if self.runtime.wandb_project:
             require_wandb(self.runtime.wandb_project)
 

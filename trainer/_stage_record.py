@@ -1,0 +1,64 @@
+"""The record of a finished folder, its stage.json: what made it, and how its files were left."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from trainer import __version__, _folders
+from trainer._folders import read_sealed
+from trainer.errors import UserError, first_line
+
+PACKAGES = ("torch", "transformers", "safetensors", "hydra-core", "numpy")
+
+
+def fingerprint(settings: Any, version: int, external: dict[str, Any], inputs: dict[str, str]) -> str:
+    """sha256 of everything that decides the result, in canonical JSON."""
+    facts = {"settings": _deciding(settings), "version": version, "external": external, "inputs": inputs}
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def finished(folder: Path, expected: str, remove: str = "the folder") -> bool:
+    """Whether the folder holds the finished result with this fingerprint; a damaged record is an error."""
+    if not folder.exists():
+        return False
+    try:
+        found = read_sealed(folder / "stage.json")["fingerprint"]
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{folder} exists but its stage.json cannot be read ({first_line(error)}); remove "
+                        f"{remove} and run the same command again") from error
+    if found != expected:
+        raise UserError(f"{folder} was made by fingerprint {found}, not {expected}; remove {remove} and run "
+                        f"the same command again")
+    return True
+
+
+def require_unchanged(folder: Path) -> None:
+    """Raises when a file of the finished `folder` is not as the stage left it; records of older versions
+    name no files, and nothing is compared."""
+    if found := _folders.change(folder, read_sealed(folder / "stage.json").get("files", {})):
+        raise UserError(f"{found}; remove {folder} and run the same command again")
+
+
+def versions() -> dict[str, str]:
+    """Of this program and what it computes with."""
+    found = {"trainer": __version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
+
+
+def _deciding(node: Any) -> Any:
+    """What can change the result: nodes without their `runtime` and the keys that only steer the building. A
+    dict without `_target_` is the user's own, whatever its keys are called."""
+    if isinstance(node, dict):
+        ours = "_target_" in node
+        return {str(key): _deciding(value) for key, value in node.items() if not ours or (
+            key != "runtime" and (not str(key).startswith("_") or key in ("_target_", "_args_")))}
+    return [_deciding(value) for value in node] if isinstance(node, list) else node

@@ -35,7 +35,16 @@ from trainer.ranges import (
 from trainer.records import Sample
 from trainer.target import Target
 from trainer.training import checkpoint
-from trainer.training.build import MakeDrafter, build_drafter, count_tokens, save_counts, wanted_layers
+from trainer.training.build import (
+    MakeDrafter,
+    count_tokens,
+    first_drafter,
+    require_start,
+    require_unused_mask,
+    save_counts,
+    start_facts,
+    wanted_layers,
+)
 from trainer.training.log import Log, require_wandb
 from trainer.training.loop import Pace, Taken, add, fit, forward, means
 from trainer.training.rows import Rows
@@ -83,11 +92,12 @@ class Train(Stage):
         return {f"train.drafter.{name}": text for name, text in found.items()}
 
     def external(self) -> dict[str, Any]:
-        return self.target.facts
+        return {**self.target.facts, **start_facts(self.drafter)}
 
     def preflight(self) -> None:
         require_device(self.runtime.device, "train.runtime.device")
         wanted_layers(self.drafter, self.target)
+        require_start(self.drafter, self.target)
         _ = self.target.mask_token_id
         try:
             self.optimizer(params=[torch.nn.Parameter(torch.zeros(1, 1)), torch.nn.Parameter(torch.zeros(1))])
@@ -106,12 +116,14 @@ class Train(Stage):
         samples = _trainable(answered)
         heldout = _trainable(read_samples(responses, "heldout"), required=False)
         require_fit(samples + heldout, self.tokens)
+        require_unused_mask(self.target, samples)
         return samples, heldout, len(answered) - len(samples)
 
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
         samples, heldout, left_out = self._samples(inputs["responses"])
         counts = count_tokens(samples, self.target.config["vocab_size"])
-        drafter = build_drafter(self.drafter, self.target, counts).to(self.runtime.device)
+        drafter, facts = first_drafter(self.drafter, self.target, counts)
+        drafter = drafter.to(self.runtime.device)
         states = inputs["hidden_states"]
         Manifest.read(states).require(states, layers=drafter.tap_layers, last=drafter.needs_last,
                                       target=self.target.identity, template=self.target.template_hash)
@@ -122,7 +134,7 @@ class Train(Stage):
             source.close()
         save_counts(out, counts)
         save_file(checkpoint.trained(drafter), out / "weights.safetensors")
-        return {**record, "samples": len(samples), "left_out": left_out,
+        return {**record, **facts, "samples": len(samples), "left_out": left_out,
                 "supervised": int(counts.sum()), "max_k": drafter.max_k,
                 "parameters": sum(parameter.numel() for parameter in drafter.parameters())}
 

@@ -45,7 +45,7 @@ LAW: dict[str, set[str]] = {
     "export": {"records", "pipeline", "target", "target_head", "data", "hidden_states.base",
                "architectures.base", "training.build"},
     "evaluate": {"records", "pipeline", "target", "target_head", "data", "engines.base", "architectures.base",
-                 "export.formats", "training.build", "training.measuring"},
+                 "export.formats", "export.calibration", "training.build", "training.measuring"},
 }
 # Packages from outside that only some files may import; a name of a room stands for the whole room.
 ONLY_IN = {

@@ -11,17 +11,24 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from tiny import small
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import make_small, small, uneven
 
 from trainer.architectures.base import Drafter
 from trainer.data.packing import collate
 from trainer.engines.transformers import TransformersEngine, TransformersRuntime
+from trainer.errors import UserError
+from trainer.evaluate.decode import Selection
 from trainer.export.formats import FORMATS, Serving
 from trainer.records import Batch, Sample
 from trainer.target import Target
 from trainer.target_head import load_target_head
+from trainer.training.build import draft_problem
+from trainer.training.loop import Pace, fit
 
 DRAFTERS = sorted(path.stem for path in (Path(__file__).parents[2] / "conf/drafter").glob("*.yaml"))
+STEP = Pace(steps=1, accumulate=1, warmup=0.0, floor=1.0, clip=1e9, precision="float32")
 SMALL = {"layers": 2, "block_size": 5, "steps": 4, "draft_vocab_size": 300, "loss_chunk": 64}
 
 
@@ -154,3 +161,176 @@ def test_training_state_survives_a_copy(name: str, tiny_target: Target, batch: B
     drafter = make(name, tiny_target)
     assert torch.equal(drafter.loss(batch).loss_sum, copy.deepcopy(drafter).loss(batch).loss_sum)
     assert all(parameter.dtype == torch.float32 for parameter in drafter.parameters())
+
+
+def row_logits(drafter: Drafter, batch: Batch, anchors: torch.Tensor) -> torch.Tensor:
+    """Logits [A, S, Vd] of training, with the true tokens before each position."""
+    with torch.no_grad():
+        hidden = drafter.drafted(batch, anchors)
+        valid = torch.ones(len(anchors), dtype=torch.bool)
+        previous = drafter.targets(batch, anchors, valid, hidden.shape[1]).previous
+        return drafter.row_logits(hidden.flatten(0, 1), previous.flatten()).unflatten(0, previous.shape)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_no_token_moves_a_logit_before_it(name: str, tiny_target: Target, batch: Batch) -> None:
+    """Drafts after 10 and after 12 overlap. Position s of the draft after a predicts token a + 1 + s: it may
+    read tokens up to a + s and states before a, whatever comes later in its document or behind it."""
+    drafter, anchors = uneven(make(name, tiny_target)), torch.tensor([10, 12])
+    before = row_logits(drafter, batch, anchors)
+    for first in range(11, 17):
+        tokens, taps = batch.tokens.clone(), batch.taps.clone()
+        tokens[first:], taps[first:] = 7, 9.0
+        after = row_logits(drafter, replace(batch, tokens=tokens, taps=taps), anchors)
+        for index, anchor in enumerate(anchors.tolist()):
+            unmoved = max(0, first - anchor) if first >= anchor else 0
+            assert torch.equal(after[index, :unmoved], before[index, :unmoved])
+        assert first > 11 or not torch.allclose(after[1, 0], before[1, 0]), "state 11 comes before anchor 12"
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_overlapping_drafts_do_not_see_each_other(name: str, tiny_target: Target, batch: Batch) -> None:
+    drafter = uneven(make(name, tiny_target))
+    near, far = (row_logits(drafter, batch, torch.tensor([10, other])) for other in (11, 50))
+    assert torch.equal(near[0], far[0]) and not torch.allclose(near[1], far[1])
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_training_accepts_what_decoding_accepts(name: str, tiny_target: Target, batch: Batch) -> None:
+    """Where the answer goes on as the drafter would, up to a token, training counts as many accepted ones."""
+    drafter, anchor = uneven(make(name, tiny_target)).eval(), 12
+    known = batch.tokens[:anchor].tolist()
+    context = drafter.extend(drafter.new_context(), known, batch.taps[:anchor])
+    draft = drafter.propose(context, int(batch.tokens[anchor]), drafter.max_k)
+    for right in range(drafter.max_k + 1):
+        tokens = batch.tokens.clone()
+        tokens[anchor + 1:anchor + 1 + drafter.max_k] = torch.tensor(draft)
+        if right < drafter.max_k:
+            tokens[anchor + 1 + right] = (draft[right] + 1) % 256
+        with torch.no_grad():
+            _, _, accepted, drafts = drafter(replace(batch, tokens=tokens), torch.tensor([anchor]),
+                                             torch.ones(1, dtype=torch.bool))
+        assert accepted.tolist() == [1] * right + [0] * (drafter.max_k - right) and int(drafts) == 1
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_an_estimate_reads_nothing_from_its_token_on(name: str, tiny_target: Target, batch: Batch) -> None:
+    """Whether token i is verified must not change with token i or a later one: then the text would no longer
+    have the target's distribution."""
+    drafter = uneven(make(name, tiny_target)).eval()
+    context = drafter.extend(drafter.new_context(), batch.tokens[:9].tolist(), batch.taps[:9])
+    if not drafter.estimates:
+        assert drafter.confidence(context, 5, [1, 2]) is None
+        return
+    draft_of, seen = st.lists(st.integers(0, 319), min_size=drafter.max_k, max_size=drafter.max_k), set()
+
+    @settings(max_examples=60, deadline=None)
+    @given(draft_of, draft_of, st.integers(0, drafter.max_k - 1), st.floats(0, 1), st.floats(0.1, 10))
+    def check(draft: list[int], other: list[int], place: int, threshold: float, temperature: float) -> None:
+        changed = [*draft[:place], *other[place:]]
+        one, two = (drafter.confidence(context, 5, each) for each in (draft, changed))
+        assert one.shape == (drafter.max_k,) and torch.equal(one[:place + 1], two[:place + 1])
+        select = Selection(threshold, [temperature] * drafter.max_k)
+        first, second = select.length(one), select.length(two)
+        assert [first > each for each in range(place + 1)] == [second > each for each in range(place + 1)]
+        seen.add(torch.equal(one, two))
+
+    check()
+    assert seen == {True, False}, "tokens before a position do decide"
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_step_with_a_row_without_supervision_is_that_of_the_other_row(name: str, tiny_target: Target,
+                                                                        batch: Batch) -> None:
+    empty, found = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask)), []
+    for rows in ([batch], [empty, batch], [batch, empty]):
+        drafter = make(name, tiny_target)
+        [taken] = fit(drafter, torch.optim.SGD(drafter.parameters(), lr=1.0), rows.__getitem__,
+                      replace(STEP, accumulate=len(rows)), 0)
+        found.append((taken.grad_norm, taken.totals["loss"], [each.clone() for each in drafter.parameters()]))
+    for norm, loss, parameters in found[1:]:
+        assert norm == pytest.approx(found[0][0], rel=1e-6) and loss == found[0][1]
+        for one, two in zip(parameters, found[0][2], strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_small_steps_are_not_lost_in_half_precision(name: str, tiny_target: Target, batch: Batch) -> None:
+    """A thousand steps of 1e-4 take a norm's weight from 1 to 0.9, and one step moves all that has a
+    gradient; in bfloat16, next to 1 the smallest step is 0.004."""
+    drafter = uneven(make(name, tiny_target))
+    before = [each.detach().clone() for each in drafter.parameters()]
+    gradients: list[torch.Tensor | None] = []
+
+    class Watched(torch.optim.AdamW):
+        def step(self, *given: Any) -> None:
+            found = (each.grad for each in drafter.parameters())
+            gradients.extend(None if each is None else each.clone() for each in found)
+            super().step(*given)
+
+    [_] = fit(drafter, Watched(drafter.parameters(), lr=1e-4, weight_decay=0.0), [batch].__getitem__,
+              replace(STEP, precision="bfloat16"), 0)
+    moved = 0
+    for parameter, old, gradient in zip(drafter.parameters(), before, gradients, strict=True):
+        if gradient is not None:
+            large = gradient.abs() > 1e-3
+            assert bool((parameter != old)[large].all())
+            moved += int(large.any())
+    assert moved > 5
+    weight = torch.nn.Parameter(torch.ones_like(drafter.norm.weight))
+    optimizer = torch.optim.AdamW([weight], lr=1e-4, weight_decay=0.0)
+    for _ in range(1000):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    torch.testing.assert_close(weight, torch.full_like(weight, 0.9), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_more_rows_than_distinct_tokens_are_filled_and_said(name: str, tiny_target: Target) -> None:
+    counts = torch.zeros(320, dtype=torch.int64)
+    counts[100:110] = 3
+    counts[110:] = torch.tensor([1] * 5 + [0] * 205)
+    drafter = small(tiny_target, name, counts, **{key: 64 for key in ("draft_vocab_size",)
+                                                  if key in settings_of(name)})
+    covered = drafter.coverage(counts)
+    if covered is None:
+        assert "draft_vocab_size" not in settings_of(name)
+        return
+    special = {*tiny_target.end_ids, tiny_target.tokenizer.bos_token_id}
+    assert special <= set(drafter.vocabulary.ids.tolist()) and covered.special == len(special)
+    assert (covered.rows, covered.total, covered.covered, covered.distinct) == (64, 320, 1.0, 15)
+    first, note = covered.sentences()
+    assert "draft_vocab_size=64 of 320 tokens covers 100.00%" in first
+    assert note.startswith("note: drafter.draft_vocab_size=64 is more than the 15 distinct tokens among")
+    few = small(tiny_target, name, counts, draft_vocab_size=10).coverage(counts)
+    assert few.covered == pytest.approx((10 - len(special)) * 3 / 35) and len([*few.sentences()]) == 1
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_draft_is_as_long_as_was_trained_at_most(name: str, tiny_target: Target) -> None:
+    made, longest = make_small(name), small(tiny_target, name).max_k
+    assert [draft_problem(made, k) for k in (1, longest)] == [None, None]
+    assert f"between 1 and {longest}, " in draft_problem(made, longest + 1) and draft_problem(made, 0)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("damage", ["another size", "ids, not offsets", "no table", "no head",
+                                    "no vocabulary"])
+def test_a_folder_with_another_vocabulary_s_tensors_is_refused(name: str, damage: str,
+                                                               tiny_target: Target) -> None:
+    drafter = make(name, tiny_target, draft_vocab_size=300)
+    exported, head = drafter.export(), load_target_head(tiny_target.folder, tiny_target.config)
+    weights, rows = dict(exported.weights), drafter.vocabulary.ids.numel()
+    if damage == "another size":
+        weights["d2t"] = torch.zeros(77, dtype=torch.int64)
+    elif damage == "ids, not offsets":
+        weights["d2t"] = drafter.vocabulary.ids
+    elif damage == "no vocabulary":
+        weights = {key: each for key, each in weights.items() if key not in ("d2t", "lm_head.weight")}
+    elif rows < 320:
+        del weights["d2t" if damage == "no table" else "lm_head.weight"]
+    if rows == 320 and damage.startswith("no "):
+        return
+    with pytest.raises(UserError, match="d2t does not name 300 ascending ids" if damage.startswith("ids")
+                       and rows < 320 else f"draft_vocab_size={rows} of 320, but its tensors have"):
+        type(drafter).restore(replace(exported, weights=weights), "speculators", head)

@@ -289,9 +289,11 @@ def test_a_target_of_another_kind_is_said_before_anything_is_loaded(target: Targ
 
 def test_settings_that_do_not_fit_each_other_are_said_before_it_is_built() -> None:
     for start, layers in (([], 2), ([0, -1], 2)):
-        assert DFlash.check(start_layers=start, layers=layers, block_size=4) == {}
-    assert DFlash.check(start_layers=[0], layers=2, block_size=4) == {
+        assert DFlash.check(start_layers=start, start_from=None, layers=layers) == {}
+    assert DFlash.check(start_layers=[0], start_from=None, layers=2) == {
         "start_layers": "must name one target layer for each of the 2 draft layers, or none, but is [0]"}
+    assert DFlash.check(start_layers=[], start_from="folder", layers=2) == {}
+    assert list(DFlash.check(start_layers=[0, 1], start_from="folder", layers=2)) == ["start_from"]
 
 
 def test_a_vocabulary_as_large_as_the_target_s_is_the_target_s(target: Target) -> None:

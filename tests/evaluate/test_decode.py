@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainer.architectures.base import Drafter, Exported
 from trainer.engines.transformers import TransformersEngine
-from trainer.evaluate.decode import Counts, decode
+from trainer.evaluate.decode import Counts, Selection, decode
 from trainer.records import Sample, Sampling, Step
 from trainer.target import Target
 
@@ -157,6 +157,33 @@ def test_the_drafter_reads_the_states_of_committed_tokens_alone(tiny_target: Tar
     read = torch.cat(drafter.read)
     assert len(read) >= len(PROMPT) + 12
     torch.testing.assert_close(read, expected.taps[:len(read)], atol=1e-4, rtol=1e-5)
+
+
+class Sure(Told):
+    """Tells these confidence logits of every draft."""
+
+    estimates = True
+
+    def __init__(self, logits: Sequence[float], *given: Any) -> None:
+        super().__init__(*given)
+        self.logits = torch.tensor(logits)
+
+    def confidence(self, context: int, anchor: int, draft: Sequence[int]) -> Tensor:
+        return self.logits[:len(draft)]
+
+
+@pytest.mark.parametrize(("logits", "verified"), [([3, 3, -3, 9], 2), ([-9, 9, 9, 9], 0), ([9, 9, 9, 9], 4)])
+def test_what_is_cut_is_not_verified(loaded: TransformersEngine, continuation: tuple[int, ...],
+                                     logits: Sequence[float], verified: int) -> None:
+    """True drafts: every step gives what was verified and one more, and the text is the same."""
+    tokens, select = 1 + 3 * (verified + 1), Selection(0.5, [1.0] * 4)
+    found = decode(loaded, Sure(logits, PROMPT, continuation), PROMPT, 4, tokens, (), select)
+    assert found.tokens == continuation[:tokens]
+    assert found.counts == Counts(drafts=3, draft_tokens=3 * verified, accepted=3 * verified,
+                                  per_position=[3] * verified + [0] * (4 - verified))
+    again = decode(loaded, Sure(logits, PROMPT, continuation, wrong), PROMPT, 4, tokens, (), select)
+    assert again.tokens == continuation[:tokens] and again.counts.accepted == 0
+    assert again.counts.draft_tokens == verified * again.counts.drafts
 
 
 def test_it_ends_where_the_engine_s_length_does(tiny_target: Target, continuation: tuple[int, ...]) -> None:

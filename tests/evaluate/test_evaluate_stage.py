@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import dflash, engine, make_dflash, uneven
+from tiny import dflash, engine, make_dflash, make_small, small, uneven
 from vllm_support import small_server
 
 from trainer._paths import find
@@ -51,7 +51,7 @@ def stage(target: Target, **changes: Any) -> Evaluate:
                        "dtype": "float32", "sampling": Sampling(12, 0.0, 1.0, 0), "prompts": 6,
                        "too_long": "error", "k": [3],
                        "users": 1, "warmup": 0, "rounds": 2, "format": "speculators",
-                       "agreement": 0.02, **changes})
+                       "confidence": None, "agreement": 0.02, **changes})
 
 
 def test_rows_hold_what_was_decoded(tiny_target: Target, inputs: dict[str, Path], tmp_path: Path) -> None:
@@ -90,6 +90,28 @@ def test_the_folder_is_what_is_measured(tiny_target: Target, inputs: dict[str, P
     assert (row["prompts"], row["output_tokens"]) == (6, total.output_tokens)
 
 
+def test_drafts_cut_by_confidence_have_rows_of_their_own(tiny_target: Target, inputs: dict[str, Path],
+                                                        tmp_path: Path) -> None:
+    """After the others, under their own name, with what was verified of each draft."""
+    drafter = uneven(small(tiny_target, "dspark"))
+    FORMATS["speculators"].write(tmp_path / "export/speculators", drafter.export(),
+                                 Serving("t", ["LlamaForCausalLM"], 3), torch.float32)
+    (tmp_path / "export/export.json").write_text(json.dumps(
+        {"method": "dspark", "max_k": 5, "confidence": {"temperatures": [2.0] * 5}}))
+    made = stage(tiny_target, drafter=make_small("dspark"), confidence=0.4, prompts=2)
+    record = made.run({**inputs, "export": tmp_path / "export"}, tmp_path)
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    label = "in process, confidence 0.4"
+    assert [(row["dataset"], row["engine"], row["num_speculative_tokens"]) for row in rows] == [
+        ("heldout", "in_process", 3), ("heldout", label, 3), ("heldout/chat", "in_process", 3),
+        ("heldout/maths", "in_process", 3)]
+    row, accepted = rows[1], rows[1]["mean_accepted_length"] - 1
+    assert row["confidence"] == 0.4 and 0 <= row["verified_tokens"] < row["num_speculative_tokens"]
+    assert accepted == pytest.approx(sum(row["per_position_acceptance"]), abs=1e-3)
+    assert row["acceptance_rate"] * row["verified_tokens"] == pytest.approx(accepted, abs=2e-3)
+    assert record["lossless"] and record["accepted_length"] == rows[0]["mean_accepted_length"]
+
+
 def judged(evaluate: Evaluate, heldout: int = 6) -> dict[str, str]:
     return evaluate.check({"prompts": Prompts(Jsonl("any"), None, heldout),
                            "export": SimpleNamespace(formats=["speculators"])})
@@ -103,6 +125,10 @@ def test_settings_that_need_each_other(tiny_target: Target) -> None:
     assert judged(stage(tiny_target, format="native")) == {
         "evaluate.format": "must be one of export.formats (speculators), but is native"}
     assert list(judged(stage(tiny_target), heldout=0)) == ["prompts.heldout"]
+    assert judged(stage(tiny_target, confidence=0.4)) == {
+        "evaluate.confidence": "must be null, since this drafter does not say how likely its tokens are "
+                               "accepted, but is 0.4"}
+    assert judged(stage(tiny_target, drafter=make_small("dspark"), confidence=0.4)) == {}
 
 
 def test_a_text_that_changes_with_the_drafter_stops_the_run(tiny_target: Target, inputs: dict[str, Path],

@@ -10,7 +10,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
-from tiny import OFFLINE, dflash, finished_inputs, make_dflash, random_samples, uneven
+from tiny import OFFLINE, dflash, finished_inputs, make_dflash, make_small, random_samples, small, uneven
 
 from trainer.architectures.base import Exported
 from trainer.errors import GateFailed, UserError
@@ -40,7 +40,7 @@ def stage(target: Target, **changes: Any) -> Export:
     return Export(**{"target": target, "drafter": make_dflash(**SETTINGS), "source": OFFLINE,
                      "formats": ["speculators", "native"], "dtype": "bfloat16", "default_k": 3,
                      "target_name": None,
-                     "trained_modes": ["chat"], "probe_rows": 2, **changes})
+                     "trained_modes": ["chat"], "probe_rows": 2, "calibration_drafts": 20, **changes})
 
 
 def test_the_folders_are_complete(tiny_target: Target, inputs: dict[str, Path], tmp_path: Path) -> None:
@@ -83,6 +83,24 @@ def test_the_end_of_a_run_says_what_to_do_next(tiny_target: Target, inputs: dict
     assert f'"model": "{tmp_path}/moved/speculators"' in serve
     stage(tiny_target, target_name="org/target").run(inputs, tmp_path / "moved")
     assert "by the path" not in capsys.readouterr().out
+
+
+def test_a_confidence_is_calibrated_on_held_out_answers(tiny_target: Target, tmp_path: Path,
+                                                        capsys: pytest.CaptureFixture[str]) -> None:
+    """Its temperatures lie where no server looks, beside the config that it reads."""
+    train, counts = tmp_path / "train", torch.arange(320).flip(0)
+    train.mkdir()
+    save_counts(train, counts)
+    drafter = uneven(small(tiny_target, "dspark", counts))
+    save_file(checkpoint.trained(drafter), train / "weights.safetensors")
+    inputs = {**finished_inputs(tiny_target, tmp_path, SAMPLES, heldout=2), "train": train}
+    record = stage(tiny_target, drafter=make_small("dspark")).run(inputs, tmp_path / "out")
+    assert len(record["confidence"]["temperatures"]) == 5 and record["confidence"]["drafts"] > 0
+    assert "export: confidence calibrated on" in capsys.readouterr().out
+    for form in ("speculators", "native"):
+        facts = json.loads((tmp_path / "out" / form / "speculator.json").read_text())
+        assert facts["confidence"] == record["confidence"]
+        assert "temperatures" not in (tmp_path / "out" / form / "config.json").read_text()
 
 
 def test_a_published_target_is_named_as_such(tiny_target: Target, inputs: dict[str, Path],

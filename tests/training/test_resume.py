@@ -23,6 +23,7 @@ from tiny import (
     OFFLINE,
     acceptance,
     copied,
+    dflash,
     finished_inputs,
     make_dflash,
     objective,
@@ -31,6 +32,7 @@ from tiny import (
 )
 
 from trainer.errors import UserError
+from trainer.export.formats import FORMATS, Serving
 from trainer.hidden_states.offline import Offline, OfflineRuntime
 from trainer.records import Sample
 from trainer.target import Target
@@ -114,6 +116,24 @@ def test_settings_of_the_drafter_are_judged_together(target: Target) -> None:
     assert judged(start_layers=[0]) == ["train.drafter.start_layers"]
     assert judged(tap_layers=[0, 2]) == ["train.drafter.tap_layers"]
     assert judged(objective="kl") == ["hidden_states.last_rows"]
+
+
+def test_what_training_begins_with_decides_its_fingerprint(target: Target, tmp_path: Path) -> None:
+    drafter = dflash(target, layers=1)
+    FORMATS["native"].write(tmp_path, drafter.export(), Serving("t", [], 2), torch.float32)
+    begun = stage(target, drafter=make_dflash(layers=1, start_from=str(tmp_path)))
+    begun.preflight()
+    assert begun.external().items() > stage(target).external().items()
+    with pytest.raises(UserError, match="its num_hidden_layers is 1, and here it is 2; set drafter.layers"):
+        stage(target, drafter=make_dflash(layers=2, start_from=str(tmp_path))).preflight()
+    with pytest.raises(UserError, match="drafter.start_from=/none is no folder of an exported drafter"):
+        stage(target, drafter=make_dflash(start_from="/none")).external()
+
+
+def test_a_mask_token_with_a_meaning_is_told_before_training(target: Target, tmp_path: Path) -> None:
+    said = Sample("s", (5, 6, target.mask_token_id, 7), (False, True, True, True))
+    with pytest.raises(UserError, match="is a token that tiny says: 1 of the 3 supervised tokens"):
+        stage(target).foresee({"responses": write_responses(tmp_path, [said])})
 
 
 class Stopped(Offline):
@@ -322,7 +342,7 @@ def test_a_compile_is_announced(target: Target, inputs: dict[str, Path], tmp_pat
                                 monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **settings: None)
     run(stage(target, compile=True, steps=2), inputs, tmp_path / "out")
-    lines = capsys.readouterr().out.splitlines()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("train: ")]
     assert "compiling the drafter" in lines[0] and lines[1].startswith("train: 2/2 steps")
     run(stage(target, steps=2), inputs, tmp_path / "other")
     assert "compiling" not in capsys.readouterr().out

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.architectures.base import DraftContext, Drafter, Exported
 from trainer.architectures.losses import CrossEntropy, Objective
-from trainer.architectures.vocabulary import DraftVocabulary, counts_from, size_problem
+from trainer.architectures.vocabulary import Coverage, DraftVocabulary, counts_from, size_problem
 from trainer.kernels.select import training_problem
 from trainer.records import Batch, Ratio, Step
 from trainer.target_head import TargetHead
@@ -166,6 +166,9 @@ class Anchored(Drafter):
     def propose(self, context: Any, anchor: int, length: int) -> list[int]:
         return self.vocabulary.ids[self.draft_logits(context, anchor, length).argmax(-1)].tolist()
 
+    def coverage(self, token_counts: Tensor) -> Coverage | None:
+        return self.vocabulary.coverage(token_counts)
+
     def rounded(self, dtype: torch.dtype) -> Self:
         copied = super().rounded(dtype)
         copied.vocabulary.round_to(dtype)
@@ -176,7 +179,7 @@ class Anchored(Drafter):
         """A drafter for use (not training) with the tensors of a folder, strictly; `settings` are its
         method's."""
         weights, shape = dict(exported.weights), exported.geometry
-        counts = counts_from(weights, head.vocab_size)
+        counts = counts_from(weights, head.vocab_size, settings.get("draft_vocab_size") or head.vocab_size)
         own_head = weights.pop("lm_head.weight", None)
         drafter = cls(DraftContext(shape, head, mask_token_id, counts, (), {}),
                       layers=shape["num_hidden_layers"], intermediate_size=shape["intermediate_size"],

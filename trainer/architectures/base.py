@@ -6,13 +6,16 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from trainer.records import Batch, Step
 from trainer.target_head import TargetHead
+
+if TYPE_CHECKING:
+    from trainer.architectures.vocabulary import Coverage
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class Drafter(nn.Module, ABC):
     needs_last: bool             # whether the loss reads the target's last state
     max_k: int                   # longest draft that it was trained for
     method: str                  # the server's name of the method
+    estimates: bool = False      # whether `confidence` has something to say
 
     @abstractmethod
     def loss(self, batch: Batch) -> Step:
@@ -73,6 +77,17 @@ class Drafter(nn.Module, ABC):
     def propose(self, context: Any, anchor: int, length: int) -> list[int]:
         """A greedy draft of `length` tokens (target ids) after `anchor`, the newest token, which the target
         has not processed yet. Never looks past the anchor."""
+
+    def confidence(self, context: Any, anchor: int, draft: Sequence[int]) -> Tensor | None:
+        """Logits [len(draft)] of how likely each token of `draft` (target ids) is to be accepted once those
+        before it were; None where the method has no such estimate. Entry i reads `anchor` and draft[:i],
+        never draft[i] or later: whether a token is verified must not depend on its value, or the text would
+        not be the target's."""
+        return None
+
+    def coverage(self, token_counts: Tensor) -> Coverage | None:
+        """How its draft vocabulary covers tokens [V] counted so often; None when it has the target's."""
+        return None
 
     @abstractmethod
     def export(self) -> Exported:
@@ -116,3 +131,20 @@ class Drafter(nn.Module, ABC):
     def initial_layers(cls, **settings: Any) -> tuple[int, ...]:
         """0-based target layers whose weights the constructor wants in `DraftContext.layer_tensors`."""
         return ()
+
+    @classmethod
+    def initial_folder(cls, **settings: Any) -> str | None:
+        """Folder of an exported drafter whose tensors training begins with, by `begin_with`."""
+        return None
+
+    @classmethod
+    def start_problem(cls, given: dict[str, Any], config: dict[str, Any], mask_token_id: int,
+                      **settings: Any) -> str | None:
+        """Why it cannot begin with the drafter whose config.json is `given`, for a target with this `config`:
+        the key, what was found and expected, and a remedy."""
+        return "this drafter cannot begin with another one"
+
+    def begin_with(self, tensors: dict[str, Tensor]) -> None:
+        """Takes the weights of an exported drafter that has no `start_problem`; raises ValueError when they
+        are not those that its config promises."""
+        raise NotImplementedError

@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from trainer.architectures import warm_start
 from trainer.architectures.anchored import Anchored
 from trainer.architectures.base import DraftContext, Exported
 from trainer.architectures.block_layers import BlockLayer
@@ -23,7 +24,7 @@ from trainer.architectures.geometry import geometry
 from trainer.architectures.layers import RMSNorm, Rotary
 from trainer.architectures.losses import Objective
 from trainer.kernels.select import BlockAttention, block_attention
-from trainer.ranges import Count, Layers, Seed, SequenceLength
+from trainer.ranges import Count, Layers, Seed, SequenceLength, Text
 from trainer.records import Batch
 from trainer.target_head import TargetHead
 
@@ -39,15 +40,16 @@ class BlockContext:
 
 class BlockDrafter(Anchored):
     """`block_size` slots with `anchors` blocks drawn a packed row; `start_layers` are 0-based target layers
-    that the draft layers start from (empty: random); `loss_chunk` bounds the rows of logits held at once.
-    Slot k of a block stands at position p + k; those from `first_slot` on predict."""
+    that the draft layers start from (empty: random), `start_from` the folder of an exported block drafter
+    that training begins with; `loss_chunk` bounds the rows of logits held at once. Slot k of a block stands
+    at position p + k; those from `first_slot` on predict."""
 
     first_slot: int = 1
 
     def __init__(self, context: DraftContext, layers: Count, block_size: SequenceLength, anchors: Count,
                  tap_layers: Layers, draft_vocab_size: Count | None, intermediate_size: Count | None,
-                 objective: Objective, start_layers: Sequence[int], loss_chunk: Count,
-                 attention: BlockAttention, seed: Seed) -> None:
+                 objective: Objective, start_layers: Sequence[int], start_from: Text | None,
+                 loss_chunk: Count, attention: BlockAttention, seed: Seed) -> None:
         super().__init__(context, tap_layers, draft_vocab_size, objective, anchors, loss_chunk)
         self.block_size, self.max_k = block_size, block_size - self.first_slot
         self.mask_token_id = context.mask_token_id
@@ -56,7 +58,7 @@ class BlockDrafter(Anchored):
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self._build(attend)
-        self._start_from(context, start_layers)
+        self._start_from_target(context, start_layers)
 
     def _build(self, attend: Callable[..., Tensor]) -> None:
         shape = self.geometry
@@ -73,7 +75,7 @@ class BlockDrafter(Anchored):
     def make_layer(self, attend: Callable[..., Tensor]) -> BlockLayer:
         return BlockLayer(self.geometry, attend)
 
-    def _start_from(self, context: DraftContext, start_layers: Sequence[int]) -> None:
+    def _start_from_target(self, context: DraftContext, start_layers: Sequence[int]) -> None:
         """Copies target layers, and lets `fc` begin as the newest tapped layer, whose scale keys expect."""
         self.norm.weight.data.copy_(context.head.norm.float() + context.head.norm_offset)
         if not start_layers:
@@ -97,9 +99,11 @@ class BlockDrafter(Anchored):
     @classmethod
     def check(cls, **settings: Any) -> dict[str, str]:
         given, layers = settings["start_layers"], settings["layers"]
-        return {} if len(given) in (0, layers) else {
-            "start_layers": f"must name one target layer for each of the {layers} draft layers, or none, but "
-                            f"is {list(given)}"}
+        if len(given) not in (0, layers):
+            return {"start_layers": f"must name one target layer for each of the {layers} draft layers, or "
+                                    f"none, but is {list(given)}"}
+        return {"start_from": "must be null beside start_layers, as both say what training begins with"} \
+            if given and settings["start_from"] is not None else {}
 
     @classmethod
     def fits(cls, config: dict[str, Any], special_ids: Sequence[int], device: str | None,
@@ -111,6 +115,19 @@ class BlockDrafter(Anchored):
     @classmethod
     def initial_layers(cls, **settings: Any) -> tuple[int, ...]:
         return tuple(settings["start_layers"])
+
+    @classmethod
+    def initial_folder(cls, **settings: Any) -> str | None:
+        return settings["start_from"]
+
+    @classmethod
+    def start_problem(cls, given: dict[str, Any], config: dict[str, Any], mask_token_id: int,
+                      **settings: Any) -> str | None:
+        own = geometry(config, settings["layers"], settings["intermediate_size"])
+        return warm_start.difference(given, own, sorted(settings["tap_layers"]), mask_token_id)
+
+    def begin_with(self, tensors: dict[str, Tensor]) -> None:
+        warm_start.copy_backbone(self, tensors)
 
     def drafted(self, batch: Batch, anchors: Tensor) -> Tensor:
         context = self._features(batch.taps)
@@ -165,4 +182,4 @@ class BlockDrafter(Anchored):
                  head: TargetHead, **settings: Any) -> Self:
         """A drafter for use, from a folder's geometry, keys and tensors, and the `settings` of its method."""
         return cls.filled(exported, head, mask_token_id, block_size=config["block_size"], tap_layers=taps,
-                          start_layers=(), **settings)
+                          start_layers=(), start_from=None, **settings)

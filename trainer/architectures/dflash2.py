@@ -20,7 +20,7 @@ from trainer.architectures.block_drafter import BlockContext, BlockDrafter
 from trainer.architectures.block_layers import BlockLayer
 from trainer.architectures.losses import Objective
 from trainer.kernels.select import BlockAttention
-from trainer.ranges import Count, Layers, NotNegative, Seed, SequenceLength
+from trainer.ranges import Count, Layers, NotNegative, Seed, SequenceLength, Text
 from trainer.target_head import TargetHead
 
 
@@ -93,13 +93,13 @@ class DFlash2(BlockDrafter):
 
     def __init__(self, context: DraftContext, layers: Count, block_size: SequenceLength, anchors: Count,
                  tap_layers: Layers, intermediate_size: Count | None, objective: Objective,
-                 start_layers: Sequence[int], loss_chunk: Count, attention: BlockAttention, seed: Seed,
-                 conv_kernel_size: Count, conv_group_size: Count, selector_rank: Count, selector_top_k: Count,
-                 selector_weight: NotNegative) -> None:
+                 start_layers: Sequence[int], start_from: Text | None, loss_chunk: Count,
+                 attention: BlockAttention, seed: Seed, conv_kernel_size: Count, conv_group_size: Count,
+                 selector_rank: Count, selector_top_k: Count, selector_weight: NotNegative) -> None:
         self.own = {"conv_kernel_size": conv_kernel_size, "conv_group_size": conv_group_size,
                     "selector_rank": selector_rank, "selector_top_k": selector_top_k}
         super().__init__(context, layers, block_size, anchors, tap_layers, None, intermediate_size, objective,
-                         start_layers, loss_chunk, attention, seed)
+                         start_layers, start_from, loss_chunk, attention, seed)
         self.selector_weight = selector_weight
         with torch.random.fork_rng():
             torch.manual_seed(seed + 1)

@@ -20,7 +20,7 @@ from trainer.architectures.base import DraftContext, Exported
 from trainer.architectures.block_drafter import BlockContext, BlockDrafter
 from trainer.architectures.losses import Objective, overlap
 from trainer.kernels.select import BlockAttention
-from trainer.ranges import Count, Layers, NotNegative, Seed, SequenceLength
+from trainer.ranges import Count, Layers, NotNegative, Seed, SequenceLength, Text
 from trainer.target_head import TargetHead
 
 
@@ -57,16 +57,17 @@ class DSpark(BlockDrafter):
     (binary cross-entropy against the overlap, which gets no gradient)."""
 
     method = "dspark"
+    estimates = True
     extra_terms = ("confidence",)
 
     def __init__(self, context: DraftContext, layers: Count, block_size: SequenceLength, anchors: Count,
                  tap_layers: Layers, draft_vocab_size: Count | None, intermediate_size: Count | None,
-                 objective: Objective, start_layers: Sequence[int], loss_chunk: Count,
-                 attention: BlockAttention, seed: Seed, sample_from_anchor: bool, markov_rank: Count,
-                 confidence_weight: NotNegative) -> None:
+                 objective: Objective, start_layers: Sequence[int], start_from: Text | None,
+                 loss_chunk: Count, attention: BlockAttention, seed: Seed, sample_from_anchor: bool,
+                 markov_rank: Count, confidence_weight: NotNegative) -> None:
         self.first_slot = 0 if sample_from_anchor else 1
         super().__init__(context, layers, block_size, anchors, tap_layers, draft_vocab_size,
-                         intermediate_size, objective, start_layers, loss_chunk, attention, seed)
+                         intermediate_size, objective, start_layers, start_from, loss_chunk, attention, seed)
         self.needs_last = True  # of the confidence
         self.markov_rank, self.confidence_weight = markov_rank, confidence_weight
         with torch.random.fork_rng():
@@ -88,32 +89,27 @@ class DSpark(BlockDrafter):
     def row_losses(self, hidden: Tensor, logits: Tensor, previous: Tensor, labels: Tensor,
                    teacher: Tensor | None) -> Tensor:
         wanted = overlap(logits.detach(), teacher)
-        found = self.confidence(hidden, previous).float()
+        found = self.row_confidence(hidden, previous).float()
         each = F.binary_cross_entropy_with_logits(found, wanted, reduction="none")
         return (each * self.confidence_weight)[:, None]
 
-    def confidence(self, hidden: Tensor, previous: Tensor) -> Tensor:
+    def row_confidence(self, hidden: Tensor, previous: Tensor) -> Tensor:
         """Logits [n] of the overlap of rows [n, H] behind the ids [n]."""
         embedded = self.markov_head.markov_w1(previous)
         return self.confidence_head(torch.cat([hidden, embedded.to(hidden.dtype)], dim=-1))
 
     @torch.no_grad()
     def draft_logits(self, context: BlockContext, anchor: int, length: int) -> Tensor:
-        return self._walk(context, anchor, length)[0]
+        logits = []
+        for row in self.block(context, anchor, length):
+            logits.append(self.row_logits(row[None], torch.tensor([anchor], device=row.device))[0])
+            anchor = int(self.vocabulary.ids[logits[-1].argmax()])
+        return torch.stack(logits)
 
     @torch.no_grad()
-    def confidences(self, context: BlockContext, anchor: int, length: int) -> Tensor:
-        """Logits [length] of the overlap along the greedy draft. Entry k reads nothing chosen after it."""
-        return self._walk(context, anchor, length)[1]
-
-    def _walk(self, context: BlockContext, anchor: int, length: int) -> tuple[Tensor, Tensor]:
-        logits, sure = [], []
-        for row in self.block(context, anchor, length):
-            previous = torch.tensor([anchor], device=row.device)
-            logits.append(self.row_logits(row[None], previous)[0])
-            sure.append(self.confidence(row[None], previous)[0])
-            anchor = int(self.vocabulary.ids[logits[-1].argmax()])
-        return torch.stack(logits), torch.stack(sure)
+    def confidence(self, context: BlockContext, anchor: int, draft: Sequence[int]) -> Tensor:
+        hidden = self.block(context, anchor, len(draft))
+        return self.row_confidence(hidden, torch.tensor([anchor, *draft[:-1]], device=hidden.device))
 
     def export(self) -> Exported:
         weights = {name: parameter.detach() for name, parameter in self.named_parameters()}

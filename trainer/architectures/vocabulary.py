@@ -6,11 +6,42 @@ on. """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trainer.architectures.base import DraftContext
+from trainer.errors import UserError
+
+SIZES = (8192, 16384, 32768, 65536)  # for which the coverage is told beside the chosen size
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """A draft vocabulary of `rows` of the target's `total` tokens, judged from counts alone: it has `covered`
+    of the supervised tokens, of which `distinct` are different; `special` tokens are in it whatever was
+    counted. `curve` is the share by size."""
+
+    rows: int
+    total: int
+    covered: float
+    distinct: int
+    special: int
+    curve: dict[int, float]
+
+    def sentences(self) -> Iterator[str]:
+        others = ", ".join(f"{size:,}: {share:.2%}" for size, share in self.curve.items())
+        yield (f"draft vocabulary: drafter.draft_vocab_size={self.rows} of {self.total:,} tokens covers "
+               f"{self.covered:.2%} of the supervised ones ({others or 'no usual size is smaller'}); "
+               f"{self.special} special tokens are always in it")
+        if self.rows > self.distinct:
+            yield (f"note: drafter.draft_vocab_size={self.rows} is more than the {self.distinct:,} distinct "
+                   f"tokens among the supervised ones, so {self.rows - self.distinct:,} or more of its rows "
+                   "were never seen in training (special tokens, then the lowest ids); a smaller one drafts "
+                   "as well and faster, or give more prompts")
 
 
 class DraftVocabulary(nn.Module):
@@ -29,11 +60,20 @@ class DraftVocabulary(nn.Module):
         total = target.vocab_size
         size = min(size or total, total)
         self.reduced, self.scale, self.softcap = size < total, target.logit_scale, target.softcap
+        self.special = context.special_ids
         ids = choose(context.token_counts, size, context.special_ids) if self.reduced else torch.arange(total)
         rows = torch.full((total,), -1).scatter(0, ids, torch.arange(size))
         for name, tensor in (("ids", ids), ("rows", rows), ("embedding", target.embedding),
                              ("head", target.head[ids] if self.reduced else target.head)):
             self.register_buffer(name, tensor, persistent=False)
+
+    def coverage(self, counts: Tensor) -> Coverage | None:
+        """How it covers tokens that were counted so often, `counts` [V]; None for the whole vocabulary."""
+        if not self.reduced:
+            return None
+        return Coverage(self.ids.numel(), counts.numel(), coverage(counts, self.ids.cpu()),
+                        int((counts > 0).sum()), len(set(self.special)),
+                        curve(counts, SIZES, self.special))
 
     def embed(self, ids: Tensor) -> Tensor:
         """float32 embeddings [..., H] of target ids [...]."""
@@ -58,13 +98,29 @@ class DraftVocabulary(nn.Module):
         return {"lm_head.weight": self.head, "d2t": offsets(self.ids)} if self.reduced else {}
 
 
-def counts_from(weights: dict[str, Tensor], vocab_size: int) -> Tensor:
-    """Token counts [V] that choose the vocabulary of a folder again; takes `d2t` out of `weights`."""
+def counts_from(weights: dict[str, Tensor], vocab_size: int, rows: int) -> Tensor:
+    """Token counts [V] that choose the vocabulary of a folder again, whose config says that it has `rows`;
+    takes `d2t` out of `weights`. A table that is not one of that many target tokens is an error: a server
+    would draft other tokens by it without a word."""
     table = weights.pop("d2t", None)
+    head = len(weights["lm_head.weight"]) if "lm_head.weight" in weights else None
+    found = None if table is None else len(table)
+    if (found, head) not in ([(None, None), (None, rows)] if rows == vocab_size else [(rows, rows)]):
+        raise UserError(f"the speculator's config.json says draft_vocab_size={rows} of {vocab_size}, but its "
+                        f"tensors have {_rows(found)} of d2t and {_rows(head)} of lm_head.weight; they are "
+                        "of another drafter: export it again")
     if table is None:
         return torch.ones(vocab_size, dtype=torch.int64)
     ids = table + torch.arange(len(table))
+    if ids[0] < 0 or ids[-1] >= vocab_size or not bool((ids.diff() > 0).all()):
+        raise UserError(f"the speculator's d2t does not name {rows} ascending ids of the target's "
+                        f"{vocab_size} tokens (target id = row + d2t[row]); it is of another target, or "
+                        "holds the ids themselves: export it again")
     return torch.zeros(vocab_size, dtype=torch.int64).scatter(0, ids, 1)
+
+
+def _rows(count: int | None) -> str:
+    return "no row" if count is None else f"{count} rows"
 
 
 def choose(counts: Tensor, size: int, forced: tuple[int, ...]) -> Tensor:
@@ -86,6 +142,12 @@ def size_problem(size: int | None, special: int, rows: int) -> str | None:
 def coverage(counts: Tensor, ids: Tensor) -> float:
     """Share of the counted tokens that `ids` can express."""
     return float(counts[ids].sum() / counts.sum().clamp(min=1))
+
+
+def curve(counts: Tensor, sizes: Sequence[int], forced: tuple[int, ...] = ()) -> dict[int, float]:
+    """The coverage of the vocabularies of those `sizes` that are smaller than the target's."""
+    return {size: coverage(counts, choose(counts, size, forced)) for size in sizes
+            if len(set(forced)) <= size < counts.numel()}
 
 
 def offsets(ids: Tensor) -> Tensor:

@@ -13,11 +13,30 @@ from torch import Tensor
 
 from trainer.architectures.base import Drafter
 from trainer.engines.base import TargetEngine
+from trainer.export.calibration import survival
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which part of a draft is verified: all before the first position whose calibrated chance to be reached
+    and accepted is below `threshold`.
+
+    Entry i of the confidences reads no token from i on (`Drafter.confidence`), and the chances never rise, so
+    that nothing decides about token i but tokens before it: then, and only then, what is emitted has the
+    target's distribution. """
+
+    threshold: float
+    temperatures: Sequence[float]
+
+    def length(self, logits: Tensor) -> int:
+        """Tokens to verify of a draft with these confidence logits [K]."""
+        return int((survival(logits, self.temperatures) >= self.threshold).int().cumprod(0).sum())
 
 
 @dataclass
 class Counts:
-    """Sums over steps, by vLLM's definitions: `per_position[i]` steps accepted more than i draft tokens."""
+    """Sums over steps, by vLLM's definitions: `per_position[i]` steps accepted more than i draft tokens. With
+    a selection, `draft_tokens` are those verified, and steps whose whole draft is cut are drafts, too."""
 
     drafts: int = 0
     draft_tokens: int = 0
@@ -53,8 +72,9 @@ class Decoded:
 
 
 def decode(engine: TargetEngine, drafter: Drafter, prompt: Sequence[int], k: int, max_new_tokens: int,
-           end_ids: Sequence[int]) -> Decoded:
-    """Answers `prompt` greedily with drafts of `k` tokens; the text is the target's, whatever the draft."""
+           end_ids: Sequence[int], selection: Selection | None = None) -> Decoded:
+    """Answers `prompt` greedily with drafts of `k` tokens; the text is the target's, whatever the draft. With
+    a `selection`, for a drafter that estimates, only the part of a draft that it says is verified."""
     session = engine.session(drafter.tap_layers)
     logits, taps = session.step(prompt)
     context = drafter.extend(drafter.new_context(), prompt, taps)
@@ -63,13 +83,15 @@ def decode(engine: TargetEngine, drafter: Drafter, prompt: Sequence[int], k: int
     counts, beyond = Counts(per_position=[0] * k), []
     while answer[-1] not in end_ids and len(answer) < limit:
         draft = drafter.propose(context, answer[-1], k)
+        if selection is not None:
+            draft = draft[:selection.length(drafter.confidence(context, answer[-1], draft))]
         committed = len(prompt) + len(answer) - 1
         logits, taps = session.step([answer[-1], *draft])
         wanted = logits.argmax(-1).tolist()
-        accepted = next((index for index, token in enumerate(draft) if token != wanted[index]), k)
+        accepted = next((index for index, token in enumerate(draft) if token != wanted[index]), len(draft))
         session.rewind(committed + 1 + accepted)
         context = drafter.extend(context, [answer[-1], *draft[:accepted]], taps[:accepted + 1])
-        counts.step(k, accepted)
+        counts.step(len(draft), accepted)
         answer += draft[:accepted] + [wanted[accepted]]
         whole, answer = answer, _ended(answer, end_ids, limit)
         beyond = whole[len(answer):]

@@ -72,7 +72,8 @@ def yes_no(value: bool | None) -> str:
 def _facts(report: dict) -> list[tuple[str, str]]:
     """The small cards under the header: label and value, only of what the run recorded."""
     training = report["training"]
-    final = training.get("final", {})
+    final, confidence = training.get("final", {}), report["export"].get("confidence", {})
+    vocabulary = report["stages"].get("train", {}).get("record", {}).get("draft_vocabulary")
     facts = [
         ("training time", duration(training["seconds"]) if "seconds" in training else None),
         ("steps", compact(training["steps"]) if "steps" in training else None),
@@ -82,8 +83,11 @@ def _facts(report: dict) -> list[tuple[str, str]]:
         ("held-out loss", number(final["heldout_loss"], 3) if "heldout_loss" in final else None),
         ("default K", compact(report["export"].get("default_k", None))),
         ("largest K", compact(report["export"].get("max_k", None))),
+        ("draft vocabulary covers", f"{vocabulary['covered']:.2%}" if vocabulary else None),
+        ("confidence error", number(confidence.get("error_before"), 3)),
+        ("the same, calibrated", number(confidence.get("error_after"), 3)),
     ]
-    return [(label, value) for label, value in facts if value not in (None, "None")]
+    return [(label, value) for label, value in facts if value not in (None, "None", "")]
 
 
 def _split(record: dict) -> dict:

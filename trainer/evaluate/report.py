@@ -28,6 +28,7 @@ from trainer.ranges import NotNegative
 
 TABLE = {"box": box.SIMPLE_HEAD, "title_justify": "left", "title_style": "bold"}
 EXTRA = ("matplotlib", "jinja2")
+EXPORTED = ("max_k", "default_k", "formats", "confidence")
 CURVES = ("loss", "lr", "grad_norm", "estimate", "heldout_loss", "heldout_estimate", "measured",
           "estimate_walk", "gap", "train_walk")  # fmt: skip
 
@@ -113,7 +114,7 @@ class Report(Stage):
             "gates": gates,
             "warnings": doubts.warnings(rows) + of_training(finished) + left_out(finished),
             "training": summarise_training(log, finished.get("train")),
-            "export": {key: exported[key] for key in ("max_k", "default_k", "formats") if key in exported},
+            "export": {key: exported[key] for key in EXPORTED if key in exported},
             "stages": {name: _stage(name, inputs[name], finished[name]) for name in names},
             "versions": merge_versions(finished),
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.evaluate.decode import Counts, Decoded
+from trainer.evaluate.decode import Counts, Decoded, Selection
 from trainer.evaluate.serving import Measurement
 from trainer.records import Completion
 
@@ -34,10 +34,20 @@ class Tally:
         return self.counts.accepted_length
 
 
-def in_process(base: dict[str, Any], dataset: str, k: int, tally: Tally) -> dict[str, Any]:
-    """Acceptance alone: decoding in this process is exact, not fast, so no speed is claimed."""
+def label(selection: Selection | None) -> str:
+    """Where and how was decoded, in words."""
+    return "in process" if selection is None else f"in process, confidence {selection.threshold:g}"
+
+
+def in_process(base: dict[str, Any], dataset: str, k: int, tally: Tally,
+               selection: Selection | None = None) -> dict[str, Any]:
+    """Acceptance alone: decoding in this process is exact, not fast, so no speed is claimed. With a selection
+    the engine is named by it, and the draft tokens that a step verified are told."""
     counts, drafts = tally.counts, max(1, tally.counts.drafts)
-    return {**base, "prompts": tally.prompts, "dataset": dataset, "engine": "in_process",
+    own = {} if selection is None else {"confidence": selection.threshold,
+                                        "verified_tokens": round(counts.draft_tokens / drafts, 4)}
+    return {**base, **own, "prompts": tally.prompts, "dataset": dataset,
+            "engine": "in_process" if selection is None else label(selection),
             "num_speculative_tokens": k, "baseline_tok_s": None, "tok_s": None, "speedup": None,
             "lossless": tally.differing == 0, "drafts": counts.drafts, "output_tokens": tally.output_tokens,
             "mean_accepted_length": round(tally.accepted_length, 4),

@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -22,13 +23,13 @@ from trainer.data.responses import messages_of
 from trainer.engines.base import TargetEngine
 from trainer.errors import UserError
 from trainer.evaluate import rows
-from trainer.evaluate.decode import decode
+from trainer.evaluate.decode import Selection, decode
 from trainer.evaluate.serving import Measurement, compare, measure
 from trainer.export.formats import FORMATS, FormatName
 from trainer.gates import Gate, require
 from trainer.pipeline import Stage
 from trainer.progress import Progress
-from trainer.ranges import Amount, Count, Distinct, Dtype, Filled, NotNegative
+from trainer.ranges import Amount, Count, Distinct, Dtype, Filled, NotNegative, Share
 from trainer.records import Completion, Sampling
 from trainer.target import Target
 from trainer.target_head import load_target_head
@@ -42,7 +43,9 @@ class Evaluate(Stage):
     """`prompts` held-out prompts, the draft lengths `k` (the first is the one that the gates judge), `users`
     at a time. `server` null measures in this process only. With `rounds` the servers with and without the
     drafter are up together and take turns (memory for both is needed); null measures one after the other.
-    `too_long` says what happens to a prompt that leaves no room for an answer."""
+    `too_long` says what happens to a prompt that leaves no room for an answer. With `confidence`, drafts are
+    decoded in this process once more, cut before the first position whose calibrated chance to be accepted is
+    below it."""
 
     target: Target
     drafter: MakeDrafter
@@ -57,6 +60,7 @@ class Evaluate(Stage):
     warmup: Amount
     rounds: Count | None
     format: FormatName
+    confidence: Share | None
     agreement: NotNegative
 
     after: ClassVar[tuple[str, ...]] = ("prompts", "export")
@@ -75,6 +79,9 @@ class Evaluate(Stage):
             problems["evaluate.sampling.temperature"] = (
                 f"must be 0, since drafts are verified against the target's greedy answers, but is "
                 f"{self.sampling.temperature:g} (training data: responses.sampling.temperature)")
+        if self.confidence is not None and not self.drafter.func.estimates:
+            problems["evaluate.confidence"] = ("must be null, since this drafter does not say how likely its "
+                                               f"tokens are accepted, but is {self.confidence:g}")
         return problems
 
     def external(self) -> dict[str, Any]:
@@ -102,7 +109,10 @@ class Evaluate(Stage):
         questions, left_out = self._questions(inputs["prompts"])
         base = {"model": self.target.name, "method": facts["method"], "users": self.users,
                 "dtype": self.dtype, "prompts": len(questions)}
-        found, gates = self._in_process(drafter, questions, base, out)
+        selections = [None]
+        if self.confidence is not None:
+            selections.append(Selection(self.confidence, facts["confidence"]["temperatures"]))
+        found, gates = self._in_process(drafter, questions, base, selections)
         if self.server is not None:
             served, more = self._served(folder, facts["method"], questions, base,
                                         found[0]["mean_accepted_length"], out)
@@ -145,23 +155,24 @@ class Evaluate(Stage):
                           else "engine.max_model_len"))
 
     def _in_process(self, drafter: Drafter, questions: list[Question], base: dict[str, Any],
-                    out: Path) -> tuple[list[dict[str, Any]], list[Gate]]:
+                    selections: list[Selection | None]) -> tuple[list[dict[str, Any]], list[Gate]]:
         slices = []
         differing = 0
         with self.engine.load(self.target.folder, self.target.end_ids) as engine:
             plain = _plain(engine, questions, self.sampling)
-            for k in self.k:
+            for selection, k in product(selections, self.k):
                 groups: dict[str, rows.Tally] = {}
-                with Progress(f"evaluate in process, K={k}", total=len(questions), unit="prompts") as bar:
+                label = f"evaluate {rows.label(selection)}, K={k}"
+                with Progress(label, total=len(questions), unit="prompts") as bar:
                     for (_, category, prompt), expected in zip(questions, plain, strict=True):
                         decoded = decode(engine, drafter, prompt, k, self.sampling.max_new_tokens,
-                                         self.target.end_ids)
+                                         self.target.end_ids, selection)
                         for name in ("heldout", f"heldout/{category}"):
                             groups.setdefault(name, rows.Tally()).add(decoded, expected)
                         bar.advance(1, accepted=groups["heldout"].accepted_length)
                 differing = max(differing, groups["heldout"].differing)
-                wanted = sorted(groups) if k == self.k[0] else ["heldout"]
-                slices += [rows.in_process(base, name, k, groups[name]) for name in wanted]
+                wanted = sorted(groups) if k == self.k[0] and selection is None else ["heldout"]
+                slices += [rows.in_process(base, name, k, groups[name], selection) for name in wanted]
         found = sorted(slices, key=lambda row: row["dataset"] != "heldout")
         return found, [
             Gate("in_process_lossless", differing, 0, "<=", "the text changes with the drafter in this "

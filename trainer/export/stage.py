@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -16,23 +17,26 @@ import torch
 
 from trainer.architectures.base import Drafter
 from trainer.data.responses import read_samples
+from trainer.export.calibration import calibrate
 from trainer.export.card import model_card, serve_commands
 from trainer.export.formats import FORMATS, FormatName, Serving
 from trainer.gates import Gate, require
-from trainer.hidden_states.base import MakeSource
+from trainer.hidden_states.base import HiddenStateSource, MakeSource
 from trainer.pipeline import Stage
-from trainer.ranges import Count, Distinct, Dtype, Filled
+from trainer.ranges import AtLeast, Count, Distinct, Dtype, Filled
 from trainer.target import Target
 from trainer.target_head import load_target_head
 from trainer.training.build import MakeDrafter, draft_problem, load_trained
 
+Probe = tuple[tuple[int, ...], torch.Tensor]  # a sample's tokens and taps
 ROUNDING = 32.0  # steps of the dtype, relative to the logits; trained drafters were moved by 1 to 5
 
 
 @dataclass(frozen=True)
 class Export(Stage):
     """`default_k` is what a server drafts unless told otherwise; `target_name` is written as the target to
-    serve with (null: its folder)."""
+    serve with (null: its folder). A drafter that estimates its own acceptance is calibrated on
+    `calibration_drafts` held-out drafts."""
 
     target: Target
     drafter: MakeDrafter
@@ -43,6 +47,7 @@ class Export(Stage):
     target_name: str | None
     trained_modes: list[str]
     probe_rows: Count
+    calibration_drafts: Annotated[int, AtLeast(2)]
 
     after: ClassVar[tuple[str, ...]] = ("responses", "hidden_states", "train")
     version: ClassVar[int] = 1
@@ -68,10 +73,15 @@ class Export(Stage):
                  "target": name, "target_identity": self.target.identity,
                  "template_hash": self.target.template_hash, "trained_modes": self.trained_modes,
                  "formats": self.formats}
+        with closing(self.source(folder=inputs["hidden_states"], layers=drafter.tap_layers)) as source:
+            probes = [(sample.tokens, source.get(sample).taps.float())
+                      for sample in read_samples(inputs["responses"], "train")[:self.probe_rows]]
+            if drafter.estimates:
+                facts["confidence"] = self._calibrated(drafter.rounded(dtype), inputs["responses"], source)
         for form in self.formats:
             FORMATS[form].write(out / form, exported, serving, dtype)
             (out / form / "speculator.json").write_text(json.dumps(facts, indent=1) + "\n")
-        gates = require(self._gates(drafter, inputs, out, dtype))
+        gates = require(self._gates(drafter, probes, out, dtype))
         for form in self.formats:
             (out / form / "README.md").write_text(model_card(form, facts, self.target.name))
         final = out.with_name(out.name.removesuffix(".partial"))  # where the folder will lie when finished
@@ -79,6 +89,7 @@ class Export(Stage):
         commands = serve_commands(first, drafter.method, final / first, name, self.default_k)
         (out / "export.json").write_text(json.dumps({**facts, "serve_commands": commands}, indent=1) + "\n")
         return {"gates": gates, "formats": self.formats, "max_k": drafter.max_k, "default_k": self.default_k,
+                **({"confidence": facts["confidence"]} if drafter.estimates else {}),
                 "parameters": sum(tensor.numel() for tensor in exported.weights.values())}
 
     def tell(self, folder: Path) -> None:
@@ -90,20 +101,24 @@ class Export(Stage):
                                   facts["default_k"])
         print(f"serve it: {commands['vllm']}", flush=True)
 
+    def _calibrated(self, drafter: Drafter, responses: Path, source: HiddenStateSource) -> dict[str, Any]:
+        found = calibrate(drafter, read_samples(responses, "heldout"), source, self.calibration_drafts)
+        if not found["drafts"]:
+            print("export: no held-out answer is long enough to calibrate the confidence on, which stays as "
+                  "it was trained; raise prompts.heldout or responses.sampling.max_new_tokens", flush=True)
+        elif "error_after" in found:
+            print(f"export: confidence calibrated on {found['drafts']} held-out drafts; expected error of a "
+                  f"prefix's survival on {found['judged_on']} others {found['error_before']:.4f} before, "
+                  f"{found['error_after']:.4f} after", flush=True)
+        return found
+
     def _architectures(self) -> list[str]:
         return json.loads((self.target.folder / "config.json").read_text()).get("architectures", [])
 
-    def _gates(self, drafter: Drafter, inputs: dict[str, Path], out: Path, dtype: torch.dtype) -> list[Gate]:
+    def _gates(self, drafter: Drafter, probes: list[Probe], out: Path, dtype: torch.dtype) -> list[Gate]:
         rounded = drafter.rounded(dtype)
         head = load_target_head(self.target.folder, self.target.config)
-        source = self.source(folder=inputs["hidden_states"], layers=drafter.tap_layers)
-        samples = read_samples(inputs["responses"], "train")
         gates = []
-        try:
-            probes = [(sample.tokens, source.get(sample).taps.float())
-                      for sample in samples[:self.probe_rows]]
-        finally:
-            source.close()
         for form in self.formats:
             again = type(drafter).restore(FORMATS[form].read(out / form), form, head)
             trained, kept, found = ([_logits(each, drafter.max_k, *probe) for probe in probes]

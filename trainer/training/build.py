@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from trainer import _folders
 from trainer.architectures.base import DraftContext, Drafter
 from trainer.errors import Several, UserError
 from trainer.ranges import Gives
@@ -19,6 +23,7 @@ from trainer.target import Target
 from trainer.target_head import load_target_head, read_tensors, tensor_names
 from trainer.training.checkpoint import load_weights
 
+FEW = 1e-4  # a share of the supervised tokens below which a mask token is not one that the target uses
 MakeDrafter = Annotated[partial, Gives(("context",))]  # the drafter's YAML node, waiting for its context
 
 
@@ -53,6 +58,71 @@ def special_ids(target: Target) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*target.end_ids, *([] if bos is None else [bos]))))
 
 
+def first_drafter(make: MakeDrafter, target: Target, counts: Tensor) -> tuple[Drafter, dict[str, Any]]:
+    """The drafter that training begins with, and what of it belongs in the record; says how its vocabulary
+    covers the supervised tokens."""
+    drafter, folder = build_drafter(make, target, counts), initial_folder(make)
+    if folder is not None:
+        require_start(make, target)
+        try:
+            drafter.begin_with(_weights(folder))
+        except ValueError as error:
+            raise UserError(f"drafter.start_from={folder} cannot be begun with: {error}") from error
+        print(f"train: begins with the drafter in {folder}", flush=True)
+    covered = drafter.coverage(counts)
+    if covered is None:
+        return drafter, {}
+    for sentence in covered.sentences():
+        print(sentence, flush=True)
+    return drafter, {"draft_vocabulary": asdict(covered)}
+
+
+def initial_folder(make: MakeDrafter) -> Path | None:
+    """The folder of the exported drafter that training begins with."""
+    found = make.func.initial_folder(**make.keywords)
+    return None if found is None else Path(found).expanduser()
+
+
+def start_facts(make: MakeDrafter) -> dict[str, Any]:
+    """For the fingerprint: checksums of the drafter that training begins with; nothing without one."""
+    folder = initial_folder(make)
+    if folder is None:
+        return {}
+    if not (folder / "config.json").is_file() or not list(folder.glob("*.safetensors")):
+        raise UserError(f"drafter.start_from={folder} is no folder of an exported drafter: it has no "
+                        "config.json, or no *.safetensors; give the folder speculators/ or native/ of a "
+                        "finished stage export, or null")
+    sums = _folders.sums(folder)
+    return {"start_from": {name: each["xxh3_64"] for name, each in sums.items()
+                           if name == "config.json" or name.endswith(".safetensors")}}
+
+
+def require_start(make: MakeDrafter, target: Target) -> None:
+    """Raises unless the drafter can begin with that in its `start_from`, where that is set."""
+    folder = initial_folder(make)
+    if folder is None:
+        return
+    try:
+        given = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder / 'config.json'} of drafter.start_from cannot be read ({error}); export it "
+                        "again, or set drafter.start_from=null") from error
+    problem = make.func.start_problem(given, target.config, target.mask_token_id, **make.keywords)
+    if problem is not None:
+        raise UserError(f"drafter.start_from={folder} cannot be begun with: {problem}")
+
+
+def _weights(folder: Path) -> dict[str, Tensor]:
+    weights: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            weights |= load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path} of drafter.start_from cannot be read ({error}); export it again, or set "
+                            "drafter.start_from=null") from error
+    return weights
+
+
 def wanted_layers(make: MakeDrafter, target: Target) -> tuple[int, ...]:
     """Layers of the target that the drafter starts from; raises when it has no such layers."""
     wanted, count = make.func.initial_layers(**make.keywords), target.config["num_hidden_layers"]
@@ -75,6 +145,18 @@ def load_trained(make: MakeDrafter, target: Target, folder: Path) -> Drafter:
     drafter = build_drafter(make, target, counts)
     load_weights(drafter, load_file(folder / "weights.safetensors"), folder)
     return drafter.eval().requires_grad_(False)
+
+
+def require_unused_mask(target: Target, samples: Sequence[Sample]) -> None:
+    """Raises when the target says its mask token: slots that stand for "not known" would mean that token."""
+    mask = target.mask_token_id
+    said = sum(flag and token == mask for sample in samples
+               for token, flag in zip(sample.tokens, sample.loss_mask, strict=True))
+    total = sum(sample.supervised for sample in samples)
+    if said > FEW * total:
+        raise UserError(f"target.mask_token {target.mask_token!r} (id {mask}) is a token that {target.name} "
+                        f"says: {said} of the {total} supervised tokens; choose an unused one, for example "
+                        f"one of {target.unused_tokens()}")
 
 
 def save_counts(folder: Path, counts: Tensor) -> None:

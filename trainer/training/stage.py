@@ -37,7 +37,16 @@ from trainer.ranges import (
 from trainer.records import Sample
 from trainer.target import Target
 from trainer.training import checkpoint, monitors
-from trainer.training.build import MakeDrafter, build_drafter, count_tokens, require_buildable, save_counts
+from trainer.training.build import (
+    MakeDrafter,
+    count_tokens,
+    first_drafter,
+    require_buildable,
+    require_start,
+    require_unused_mask,
+    save_counts,
+    start_facts,
+)
 from trainer.training.log import Log, require_wandb
 from trainer.training.loop import Pace, Taken, add, fit, forward, means
 from trainer.training.measuring import SHOWN, Measurements, Measuring
@@ -101,12 +110,13 @@ class Train(Stage):
         return problems
 
     def external(self) -> dict[str, Any]:
-        return self.target.facts
+        return {**self.target.facts, **start_facts(self.drafter)}
 
     def preflight(self) -> None:
         require_device(self.runtime.device, "train.runtime.device")
         self.acceptance.preflight()
         require_buildable(self.drafter, self.target, self.runtime.device)
+        require_start(self.drafter, self.target)
         require_step(self.optimizer, self.runtime.device)
         if self.runtime.wandb_project:
             require_wandb(self.runtime.wandb_project)
@@ -121,12 +131,14 @@ class Train(Stage):
         samples = _trainable(answered)
         heldout = _trainable(read_samples(responses, "heldout"), required=False)
         require_fit(samples + heldout, self.tokens)
+        require_unused_mask(self.target, samples)
         return samples, heldout, len(answered) - len(samples)
 
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
         samples, heldout, left_out = self._samples(inputs["responses"])
         counts = count_tokens(samples, self.target.config["vocab_size"])
-        drafter = build_drafter(self.drafter, self.target, counts).to(self.runtime.device)
+        drafter, facts = first_drafter(self.drafter, self.target, counts)
+        drafter = drafter.to(self.runtime.device)
         states = inputs["hidden_states"]
         Manifest.read(states).require(states, layers=drafter.tap_layers, last=drafter.needs_last,
                                       target=self.target.identity, template=self.target.template_hash)
@@ -137,7 +149,7 @@ class Train(Stage):
             source.close()
         save_counts(out, counts)
         save_file(checkpoint.trained(drafter), out / "weights.safetensors")
-        return {**record, "samples": len(samples), "left_out": left_out,
+        return {**record, **facts, "samples": len(samples), "left_out": left_out,
                 "supervised": int(counts.sum()), "max_k": drafter.max_k,
                 "parameters": sum(parameter.numel() for parameter in drafter.parameters())}
 

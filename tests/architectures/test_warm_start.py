@@ -1,0 +1,159 @@
+"""Beginning with an exported block drafter: the same backbone to the bit, or one sentence."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import make_small, random_samples, small, states_of, uneven
+
+from trainer.architectures.base import Drafter
+from trainer.errors import UserError
+from trainer.export.formats import FORMATS, Serving
+from trainer.target import Target
+from trainer.training.build import build_drafter, first_drafter, require_start, start_facts
+
+COUNTS = torch.arange(320).flip(0)
+
+
+def exported(drafter: Drafter, folder: Path, form: str = "native") -> str:
+    FORMATS[form].write(folder, drafter.export(), Serving("t", ["LlamaForCausalLM"], 2), torch.float32)
+    return str(folder)
+
+
+def begun(target: Target, name: str, folder: str, **settings: Any) -> Any:
+    return first_drafter(make_small(name, start_from=folder, **settings), target, COUNTS)[0].eval()
+
+
+@pytest.fixture(scope="module")
+def given(tiny_target: Target) -> Any:
+    return uneven(small(tiny_target, "dflash")).eval()
+
+
+@pytest.fixture(scope="module")
+def folder(given: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return exported(given, tmp_path_factory.mktemp("given") / "native")
+
+
+def context_of(drafter: Drafter, target: Target) -> Any:
+    [sample] = random_samples((20,))
+    [state] = states_of(target, [sample], [1, 2])
+    return drafter.extend(drafter.new_context(), sample.tokens, state.taps)
+
+
+@pytest.mark.parametrize("form", sorted(FORMATS))
+def test_dspark_begins_as_the_dflash_drafter(tiny_target: Target, given: Any, tmp_path: Path,
+                                             form: str) -> None:
+    """With a Markov head of zero its logits are those of DFlash: at every slot where slot 0 predicts nothing,
+    at all but the anchor's own where it does."""
+    start = exported(given, tmp_path / form, form)
+    context = context_of(given, tiny_target)
+    hidden, expected = given.block(context, 70, 4), given.draft_logits(context, 70, 4)
+    assert expected.std() > 0.5
+    for from_anchor in (False, True):
+        drafter = begun(tiny_target, "dspark", start, sample_from_anchor=from_anchor)
+        torch.nn.init.zeros_(drafter.markov_head.markov_w2.weight)
+        context, slots = context_of(drafter, tiny_target), 4 + from_anchor
+        own = drafter.block(context, 70, slots)[-4:]
+        assert torch.equal(own, hidden) and torch.equal(drafter.row_logits(own, torch.arange(4)), expected)
+        torch.testing.assert_close(drafter.draft_logits(context, 70, slots)[-4:], expected)
+
+
+def test_every_block_drafter_begins_with_the_backbone(tiny_target: Target, given: Any, folder: str) -> None:
+    hidden = given.block(context_of(given, tiny_target), 70, 4)
+    again, other = begun(tiny_target, "dflash", folder, seed=9), begun(tiny_target, "dflash2", folder)
+    for (name, one), (_, two) in zip(again.named_parameters(), given.named_parameters(), strict=True):
+        assert torch.equal(one, two), name
+    found = other.block(context_of(other, tiny_target), 70, 4)
+    assert torch.equal(found, hidden), "its convolutions begin as the identity"
+
+
+def test_a_drafter_of_the_same_method_brings_its_convolutions(tiny_target: Target, tmp_path: Path) -> None:
+    first = uneven(small(tiny_target, "dflash2"))
+    folder = exported(first, tmp_path)
+    again = begun(tiny_target, "dflash2", folder)
+    assert all(torch.equal(one, two) for one, two in zip(again.layers.parameters(), first.layers.parameters(),
+                                                         strict=True))
+    assert not torch.equal(again.candidate_selector.predecessor_codebook,
+                           first.candidate_selector.predecessor_codebook), "heads begin anew"
+    with pytest.raises(UserError, match="8 tensors of its backbone differ.*attention_conv.base_kernel.*; "
+                                        "begin with a drafter of this method or of dflash"):
+        begun(tiny_target, "dflash", folder)
+
+
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"layers": 1}, "its num_hidden_layers is 2, and here it is 1; set drafter.layers to it"),
+    ({"tap_layers": [1, 3]}, r"its tap_layers is \[1, 2\], and here it is \[1, 3\]; set drafter.tap_layers"),
+    ({"intermediate_size": 96}, "its intermediate_size is 128, and here it is 96; set drafter.inter")])
+def test_another_geometry_is_said(tiny_target: Target, folder: str, settings: dict[str, Any],
+                                  said: str) -> None:
+    with pytest.raises(UserError, match=f"drafter.start_from={folder} cannot be begun with: {said}"):
+        require_start(make_small("dspark", start_from=folder, **settings), tiny_target)
+
+
+@pytest.mark.parametrize(("key", "value", "said"), [
+    ("hidden_size", 32, "its hidden_size is 32, and here it is 64; it belongs to a target of another shape"),
+    ("mask_token_id", 5, "its mask_token_id is 5, and here it is .*; set target.mask_token to it"),
+    ("rope_parameters", {"rope_type": "default", "rope_theta": 1e6}, "its rope_parameters is"),
+    ("layer_types", ["sliding_attention"] * 2, "its layer_types is"),
+    ("attention_bias", True, "its attention_bias is True, and here it is False"),
+    ("num_hidden_layers", None, "its config.json is not that of a block drafter")])
+def test_another_target_s_drafter_is_said(tiny_target: Target, given: Any, tmp_path: Path, key: str,
+                                          value: Any, said: str) -> None:
+    folder = exported(given, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    place = config["dflash_config"] if key == "mask_token_id" else config
+    place |= {key: value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=f"cannot be begun with: {said}"):
+        require_start(make_small("dflash", start_from=folder), tiny_target)
+
+
+def test_a_drafter_written_elsewhere_may_have_more(tiny_target: Target, given: Any, tmp_path: Path) -> None:
+    """Embeddings, a head and membership masks are the target's business; a missing or fused part is not."""
+    folder = exported(given, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    more = {"embed_tokens.weight": torch.zeros(320, 64), "t2d": torch.zeros(320, dtype=torch.bool)}
+    save_file(tensors | more, tmp_path / "model.safetensors")
+    assert torch.equal(begun(tiny_target, "dflash", folder).fc.weight, given.fc.weight)
+    del tensors["layers.1.self_attn.q_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"1 tensors of its backbone .* \(layers.1.self_attn.q_proj.weight\)"):
+        begun(tiny_target, "dflash", folder)
+    (tmp_path / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(UserError, match="of drafter.start_from cannot be read"):
+        begun(tiny_target, "dflash", folder)
+
+
+def test_its_weights_are_part_of_the_fingerprint(tiny_target: Target, given: Any, tmp_path: Path) -> None:
+    make = make_small("dspark", start_from=exported(given, tmp_path))
+    facts = start_facts(make)
+    assert set(facts["start_from"]) == {"config.json", "model.safetensors"} and json.dumps(facts)
+    (tmp_path / "README.md").write_text("notes")
+    assert start_facts(make) == facts
+    content = bytearray((tmp_path / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (tmp_path / "model.safetensors").write_bytes(content)
+    assert start_facts(make) != facts
+    assert start_facts(make_small("dspark")) == {} == start_facts(make_small("eagle3"))
+
+
+def test_a_folder_that_is_none_is_said(tiny_target: Target, tmp_path: Path) -> None:
+    make = make_small("dflash", start_from=str(tmp_path))
+    with pytest.raises(UserError, match=f"drafter.start_from={tmp_path} is no folder of an exported drafter"):
+        start_facts(make)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match="config.json of drafter.start_from cannot be read"):
+        require_start(make, tiny_target)
+    for use in (start_facts, partial(require_start, target=tiny_target)):
+        assert not use(make_small("dflash"))
+
+
+def test_what_was_trained_needs_the_folder_no_more(tiny_target: Target) -> None:
+    """Export builds the drafter for the trained weights, which replace all that it began with."""
+    assert build_drafter(make_small("dspark", start_from="/no/folder"), tiny_target, COUNTS).max_k == 5

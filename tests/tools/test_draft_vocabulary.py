@@ -1,0 +1,69 @@
+"""`tools/draft_vocabulary.py` on answers whose shares are known."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import write_responses
+
+from trainer.records import Sample
+
+TOOL = Path(__file__).parents[2] / "tools/draft_vocabulary.py"
+
+
+@pytest.fixture(scope="module")
+def tool() -> Any:
+    spec = importlib.util.spec_from_file_location("draft_vocabulary", TOOL)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def call(tool: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Calls it as from a shell, in this process: status, output, errors."""
+    def called(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", [str(TOOL), *map(str, arguments)])
+        return tool.main(), *capsys.readouterr()
+
+    return called
+
+
+def cells(out: str) -> dict[str, list[str]]:
+    return {parts[0]: parts[1:] for line in out.splitlines() if line.startswith("│")
+            for parts in [[part.strip() for part in line.split("│")[1:-1]]]}
+
+
+def test_it_counts_supervised_training_tokens_alone(call: Any, tmp_path: Path) -> None:
+    """1,500 tokens once, one token 1,500 times; the prompt and what is held out count nothing."""
+    answer = (*range(10, 1510), *[5000] * 1500)
+    samples = [Sample("a", (9000, 9001, *answer), (False, False, *[True] * len(answer))),
+               Sample("b", (7, 8000), (False, True))]
+    folder = write_responses(tmp_path / "responses/0123", samples, heldout=1)
+    (tmp_path / "latest.json").write_text(json.dumps({"responses": str(folder)}))
+    for given in (folder, tmp_path):
+        status, out, err = call(given, "--size", "101")
+        assert status == 0 and err == ""
+        assert "3,000 supervised tokens in 1 samples, 1,501 distinct" in out
+        found = cells(out)
+        assert found["101"] == ["53.33%", "466.67", "0"]
+        assert found["1,024"] == [f"{2523 / 3000:.2%}", f"{1000 * 477 / 3000:.2f}", "0"]
+        assert found["2,048"] == ["100.00%", "0.00", "547"]
+        assert found["8,192"][2] == "6,691"
+        assert found["90.0%"] == ["1,201"] and found["100.0%"] == ["1,501"]
+
+
+def test_no_answers_are_one_sentence(call: Any, tmp_path: Path) -> None:
+    (tmp_path / "latest.json").write_text("{}")
+    for folder in (tmp_path, tmp_path / "none"):
+        status, out, err = call(folder)
+        assert status == 1 and out == "" and "has no responses.jsonl; give" in err
+    write_responses(tmp_path / "held", [Sample("b", (7, 8), (False, True))], heldout=1)
+    status, out, err = call(tmp_path / "held")
+    assert status == 1 and out == "" and "no supervised training token" in err

@@ -120,6 +120,15 @@ def test_settings_that_do_not_go_together(home: Home, capfd: pytest.CaptureFixtu
     assert not home.root.exists()
 
 
+def test_what_a_target_of_one_s_own_needs_is_told_at_once(home: Home,
+                                                          capfd: pytest.CaptureFixture[str]) -> None:
+    status, _, err = quick(home, capfd, *ALONE, "--check", "target=folder")
+    needed = ("target.tap_layers", "target.name", "target.source.path", "target.mask_token")
+    assert status == 2 and err.splitlines() == [
+        f"error: {key} (conf/target/folder.yaml): has no value yet and needs one; set it in a recipe or as "
+        f"{key}=..." for key in needed]
+
+
 def test_a_drafter_without_an_argument(home: Home, capfd: pytest.CaptureFixture[str]) -> None:
     line = told(*quick(home, capfd, *ALONE, "~drafter.layers"))
     assert line == ("error: drafter.layers (command line): is missing; trainer.architectures.dflash.DFlash "

@@ -77,6 +77,11 @@ def unknown_arguments(given: dict[str, Any], raw: dict[str, Any], groups: Collec
     return problems
 
 
+def needs_value(key: str) -> str:
+    """What to say of a key whose file leaves it to the user (`???`)."""
+    return f"has no value yet and needs one; set it in a recipe or as {key}=..."
+
+
 def takes(node: dict[str, Any], name: str) -> bool:
     """Whether a key may be added to a node: its target has such an argument; `{}` takes any."""
     if "_target_" not in node:
@@ -128,7 +133,7 @@ class _Checker:
     def walk(self, key: str, value: Any, raw: Any) -> None:
         if isinstance(raw, str):
             if raw == "???":
-                self.add(key, f"has no value yet and needs one; set it in a recipe or as {key}=...")
+                self.add(key, needs_value(key))
             return
         if isinstance(value, dict):
             self.node(key, value) if "_target_" in value else self.plain(key, value)

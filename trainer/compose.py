@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from trainer._paths import NOTHING, Choices, Source, Sources, at, holder, unknown
-from trainer.check import Configuration, takes, unknown_arguments
+from trainer.check import Configuration, needs_value, takes, unknown_arguments
 from trainer.errors import UserError
 
 Groups = Mapping[str, Mapping[str, Any]]
@@ -191,7 +191,8 @@ def _resolve(configuration: DictConfig) -> tuple[dict[str, Any], dict[str, Any],
             beside = at(raw, link[1].rpartition(".")[0]) if link and "." in link[1] else raw
             siblings = list(beside) if isinstance(beside, dict) else []
             reason = unknown(link[1], siblings, raw) if link else _plainly(error)
-            broken[key] = f"{at(raw, key)} leads nowhere: {reason}"
+            broken[key] = needs_value(key) if at(raw, key) == "???" else \
+                f"{at(raw, key)} leads nowhere: {reason}"
             with open_dict(configuration):
                 OmegaConf.update(configuration, key, None)
 

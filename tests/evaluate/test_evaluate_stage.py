@@ -97,7 +97,7 @@ def test_drafts_cut_by_confidence_have_rows_of_their_own(tiny_target: Target, in
     FORMATS["speculators"].write(tmp_path / "export/speculators", drafter.export(),
                                  Serving("t", ["LlamaForCausalLM"], 3), torch.float32)
     (tmp_path / "export/export.json").write_text(json.dumps(
-        {"method": "dspark", "max_k": 5, "confidence": {"temperatures": [2.0] * 5}}))
+        {"method": "dspark", "max_k": 5, "target": "t", "confidence": {"temperatures": [2.0] * 5}}))
     made = stage(tiny_target, drafter=make_small("dspark"), confidence=0.4, prompts=2)
     record = made.run({**inputs, "export": tmp_path / "export"}, tmp_path)
     rows = json.loads((tmp_path / "rows.json").read_text())

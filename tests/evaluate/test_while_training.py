@@ -88,7 +88,7 @@ def test_the_estimate_is_the_measurement(name: str, tiny_target: Target, samples
     torch.manual_seed(5)
     found = measure(drafter, tiny_target, samples, states, tmp_path)
     drawn = torch.rand(3)
-    assert found.measured == found.estimate_walk > 1.2 and (found.gap, found.gap_error) == (0, 0)
+    assert found.measured == found.estimate_walk > 1.1 and (found.gap, found.gap_error) == (0, 0)
     assert found.heldout_walk == found.train_walk == pytest.approx(found.measured, rel=0.05)
     assert found.prompts == 6 and require(found.gates)["measured_acceptance_gap"]["bound"] == 0.1
     assert not any(tmp_path.iterdir()) and drafter.training

@@ -362,6 +362,25 @@ def test_headline_prefers_the_server_at_the_default_k_with_one_user() -> None:
     assert verdict([make_row([0.5], lossless=False, users=8)], 1).endswith("at 8 users, text differs")
 
 
+def test_drafts_cut_by_confidence_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A row, a cell and a label of their own; the headline stays that of whole drafts."""
+    plain = make_row([0.4, 0.2, 0.1], engine="in_process", baseline_tok_s=None, tok_s=None, speedup=None)
+    cut = plain | {"engine": "in process, confidence 0.4", "confidence": 0.4, "verified_tokens": 1.618,
+                   "per_position_acceptance": [0.4, 0.15, 0.0], "mean_accepted_length": 1.55}
+    folders, out = make_run(tmp_path, [plain, cut]), tmp_path / "out"
+    exported = json.loads((folders["export"] / "export.json").read_text())
+    exported["confidence"] = {"temperatures": [2.0] * 3, "error_before": 0.1566, "error_after": 0.054}
+    (folders["export"] / "export.json").write_text(json.dumps(exported))
+    out.mkdir()
+    assert make_report().run(folders, out)["accepted_length"] == plain["mean_accepted_length"]
+    make_report().tell(out)
+    assert "in process, confidence 0.4" in (told := capsys.readouterr().out) and "1.62 of 3" in told
+    page = (out / "report.html").read_text()
+    assert "1.62 of 3" in page and "heldout, in process, confidence 0.4, K=3" in page
+    assert "0.157" in page and "0.054" in page
+    assert json.loads((out / "report.json").read_text())["export"]["confidence"] == exported["confidence"]
+
+
 def test_no_speedup_is_claimed_that_was_not_told() -> None:
     few = make_row([0.5], speedup=None)
     assert verdict([few], 1).endswith(" at K=1, too few tokens timed to tell a speedup, text identical")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tiny import make_small, random_samples
 
@@ -14,6 +16,7 @@ from trainer.training.build import count_tokens, first_drafter, require_unused_m
 def test_the_coverage_is_told_and_recorded(tiny_target: Target, capsys: pytest.CaptureFixture[str]) -> None:
     counts = count_tokens(random_samples((200, 300)), 320)
     distinct = int((counts > 0).sum())
+    assert tiny_target.folder and capsys.readouterr()  # the target is made, which is told, too
     _, facts = first_drafter(make_small("dflash", draft_vocab_size=100), tiny_target, counts)
     told = capsys.readouterr().out
     assert told.startswith("draft vocabulary: drafter.draft_vocab_size=100 of 320 tokens covers ")
@@ -30,10 +33,11 @@ def test_the_coverage_is_told_and_recorded(tiny_target: Target, capsys: pytest.C
 
 def test_a_mask_token_that_the_target_says_is_refused(tiny_target: Target) -> None:
     mask = tiny_target.mask_token_id
-    asked = Sample("asked", (mask,) * 5 + (1, 2), (False,) * 5 + (True, True))
-    rare = Sample("rare", (1,) * 20_000 + (mask,), (True,) * 20_001)
-    require_unused_mask(tiny_target, [asked, rare])
-    said = Sample("said", (1, mask, 3), (False, True, True))
-    found = rf"\(id {mask}\) is a token that tiny says: 1 of the 4 supervised tokens; choose an unused one"
+    asked = Sample("asked", (mask,) * 50 + (1, 2), (False,) * 50 + (True, True))
+    often = Sample("often", (mask, 1, 3) * 11, (True,) * 33)
+    require_unused_mask(tiny_target, [asked, replace(often, tokens=(mask, 1, 3) * 10 + (1, 1, 1))])
+    long = Sample("long", (1,) * 11_000, (True,) * 11_000)
+    require_unused_mask(tiny_target, [often, long])
+    found = rf"\(id {mask}\) is a token that tiny says: 11 of the 35 supervised tokens; choose an unused one"
     with pytest.raises(UserError, match=found):
-        require_unused_mask(tiny_target, [asked, said])
+        require_unused_mask(tiny_target, [asked, often])

@@ -131,8 +131,8 @@ def test_what_training_begins_with_decides_its_fingerprint(target: Target, tmp_p
 
 
 def test_a_mask_token_with_a_meaning_is_told_before_training(target: Target, tmp_path: Path) -> None:
-    said = Sample("s", (5, 6, target.mask_token_id, 7), (False, True, True, True))
-    with pytest.raises(UserError, match="is a token that tiny says: 1 of the 3 supervised tokens"):
+    said = Sample("s", (5, 6, *[target.mask_token_id] * 12), (False, *[True] * 13))
+    with pytest.raises(UserError, match="is a token that tiny says: 12 of the 13 supervised tokens"):
         stage(target).foresee({"responses": write_responses(tmp_path, [said])})
 
 

@@ -21,7 +21,8 @@ def render(report: dict, serve_commands: dict[str, str], drawings: dict[str, str
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"number": number, "compact": compact, "duration": duration, "yes_no": yes_no}
+    filters = (number, compact, duration, yes_no, draft_length)
+    environment.filters |= {each.__name__: each for each in filters}
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     failed = [name for name, gate in report["gates"].items() if not gate["passed"]]
     return template.render(
@@ -67,6 +68,12 @@ def duration(seconds: float) -> str:
 
 def yes_no(value: bool | None) -> str:
     return "" if value is None else "yes" if value else "no"
+
+
+def draft_length(row: dict) -> str:
+    """'3'; '1.62 of 3' where drafts are cut, for what a step verified of those drafted."""
+    drafted, verified = row["num_speculative_tokens"], row.get("verified_tokens")
+    return str(drafted) if verified is None else f"{verified:.2f} of {drafted}"
 
 
 def _facts(report: dict) -> list[tuple[str, str]]:

@@ -197,7 +197,7 @@ def print_tables(report: dict) -> None:
             row["dataset"],
             figures.engine_of(row),
             " ".join(f"{rate:.2f}" for rate in row["per_position_acceptance"]),
-            str(row["num_speculative_tokens"]),
+            html.draft_length(row),
             str(row.get("users") or ""),
             html.number(row["mean_accepted_length"], 2),
             html.number(row["baseline_tok_s"], 1),

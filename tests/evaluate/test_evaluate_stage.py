@@ -188,8 +188,11 @@ def measured(accepted: int, drafts: int, tokens: int, tok_s: float) -> Measureme
     (300, 1300, 1.2), (0, 1300, None), (40, 1300, None), (300, 499, None), (60, 500, 1.2)])
 def test_a_speedup_is_claimed_of_accepted_drafts_and_enough_tokens(accepted: int, tokens: int,
                                                                    speedup: float | None) -> None:
-    row = served({}, 2, measured(0, 0, tokens, 10.0), measured(accepted, 1000, tokens, 12.0), lossless=True)
+    pair = measured(0, 0, tokens, 10.0), measured(accepted, 1000, tokens, 12.0)
+    row = served({}, 2, *pair, lossless=True, interpreted=False)
     assert row["speedup"] == speedup and (row["baseline_tok_s"], row["tok_s"]) == (10.0, 12.0)
+    slow = served({}, 2, *pair, lossless=True, interpreted=True)
+    assert slow == row | {"interpreted": True, "tok_s": None, "speedup": None}
 
 
 def test_some_prompts_stand_for_all(tiny_target: Target, inputs: dict[str, Path], tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ class Drafter(nn.Module, ABC):
     needs_last: bool             # whether the loss reads the target's last state
     max_k: int                   # longest draft that it was trained for
     method: str                  # the server's name of the method
+    needs_v2: bool = False       # whether vLLM has the method in its Model Runner V2 alone
 
     @abstractmethod
     def loss(self, batch: Batch) -> Step:
@@ -94,6 +95,11 @@ class Drafter(nn.Module, ABC):
     @abstractmethod
     def longest_draft(cls, **settings: Any) -> int:
         """The `max_k` of a drafter with these settings (those of its YAML), which is not built for it."""
+
+    @classmethod
+    def shortest_draft(cls, **settings: Any) -> int:
+        """The fewest tokens that a server may have it draft, with these settings."""
+        return 1
 
     @classmethod
     def check(cls, **settings: Any) -> dict[str, str]:

@@ -89,6 +89,7 @@ class DFlash2(BlockDrafter):
     of the target is drafted, which the server requires."""
 
     method = "dflash"
+    needs_v2 = True
     extra_terms = ("selector",)
 
     def __init__(self, context: DraftContext, layers: Count, block_size: SequenceLength, anchors: Count,
@@ -111,6 +112,10 @@ class DFlash2(BlockDrafter):
         for layer in self.layers:
             for conv in (layer.attention_conv, layer.mlp_conv):
                 nn.init.zeros_(conv.kernel_projection.weight)
+
+    @classmethod
+    def shortest_draft(cls, **settings: Any) -> int:
+        return cls.longest_draft(**settings)
 
     def make_layer(self, attend: Callable[..., Tensor]) -> BlockLayer:
         return ConvBlockLayer(self.geometry, attend, self.own["conv_kernel_size"],

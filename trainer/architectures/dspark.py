@@ -57,6 +57,7 @@ class DSpark(BlockDrafter):
     (binary cross-entropy against the overlap, which gets no gradient)."""
 
     method = "dspark"
+    needs_v2 = True
     extra_terms = ("confidence",)
 
     def __init__(self, context: DraftContext, layers: Count, block_size: SequenceLength, anchors: Count,

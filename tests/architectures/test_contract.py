@@ -70,6 +70,7 @@ def test_the_same_seed_gives_the_same_sums(name: str, tiny_target: Target, batch
 def test_its_settings_alone_tell_the_longest_draft(name: str, tiny_target: Target) -> None:
     drafter, settings = make(name, tiny_target), settings_of(name)
     assert type(drafter).longest_draft(**settings) == drafter.max_k >= 1
+    assert 1 <= type(drafter).shortest_draft(**settings) <= drafter.max_k
     assert type(drafter).check(**settings) == {}
     read = type(drafter).reads(**make_small(name).keywords)
     assert read == (drafter.tap_layers, drafter.needs_last)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from slow_decoder import SAMPLES
 from slow_dflash import SlowDFlash
-from tiny import small, uneven
+from tiny import make_small, small, uneven
 from torch import Tensor
 
 from trainer.architectures.dflash2 import DFlash2
@@ -16,6 +16,7 @@ from trainer.errors import UserError
 from trainer.records import Batch
 from trainer.target import Target
 from trainer.target_head import load_target_head
+from trainer.training.build import draft_problem
 
 SLOTS = 5  # of a block, the anchor's included
 TOP = 5
@@ -146,6 +147,13 @@ def test_a_later_slot_changes_nothing_before_it(target: Target, batch: Batch) ->
     changed[:, 3:] += 1
     one, two = conv(kernels, 0, z), conv(kernels, 0, changed)
     assert torch.equal(one[:, :3], two[:, :3]) and not torch.allclose(one[:, 3], two[:, 3])
+
+
+def test_only_whole_blocks_are_served() -> None:
+    drafter = make_small("dflash2", block_size=5)
+    assert draft_problem(drafter, 4) is None
+    assert {draft_problem(drafter, k) for k in (1, 3, 5)} == {
+        f"must be 4, since this drafter is served with whole blocks alone, but is {k}" for k in (1, 3, 5)}
 
 
 def test_groups_that_do_not_divide_the_hidden_size_are_said(target: Target) -> None:

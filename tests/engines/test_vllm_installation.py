@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import http.server
 import json
+import os
 import socket
 import stat
 import sys
 import threading
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
@@ -132,6 +134,23 @@ def test_environment_of_a_cpu_build(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert variables["VLLM_CPU_KVCACHE_SPACE"] == "9", "what the user sets wins"
     assert variables["HF_HUB_OFFLINE"] == variables["DO_NOT_TRACK"] == "1"
     on_gpu = vllm_installation.Installation("python", "0.32.0", tmp_path, named=True)
-    assert not {"VLLM_CPU_OMP_THREADS_BIND", "PYTHONPATH"} & set(
-        small_server().variables(on_gpu, False, shim)
-    )
+    for needs_v2 in (False, True):
+        plain = small_server().variables(on_gpu, False, shim, needs_v2)
+        assert not {"VLLM_CPU_OMP_THREADS_BIND", "PYTHONPATH", "TRITON_INTERPRET"} & set(plain)
+
+
+def test_kernels_are_interpreted_for_what_a_cpu_build_lacks(tmp_path: Path) -> None:
+    """The backend is found by the entry points that Triton and vLLM look for, and only where it is needed."""
+    found = vllm_installation.Installation("python", "0.32.0+cpu", tmp_path, named=False)
+    server = small_server(environment={"PYTHONPATH": "/mine"})
+    assert "TRITON_INTERPRET" not in server.variables(found, False, tmp_path / "plain")
+    assert {path.suffix for path in (tmp_path / "plain").iterdir()} == {".dist-info"}
+    shim = tmp_path / "shim"
+    variables = server.variables(found, False, shim, needs_v2=True)
+    assert variables["PYTHONPATH"] == f"{shim}{os.pathsep}/mine"
+    assert variables["TRITON_INTERPRET"] == variables["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    points = {(point.group, point.name): point.value for each in distributions(path=[str(shim)])
+              for point in each.entry_points}
+    module = points["triton.backends", "cpu"]
+    assert points["vllm.general_plugins", module] == f"{module}:register" and len(points) == 2
+    assert {path.name for path in (shim / module).iterdir()} == {"__init__.py", "compiler.py", "driver.py"}

@@ -215,10 +215,13 @@ def measured(accepted: int, drafts: int, tokens: int, tok_s: float) -> Measureme
     (300, 500, 0.95), (0, 499, None)])
 def test_a_speedup_is_claimed_of_accepted_drafts_and_enough_tokens(accepted: int, tokens: int,
                                                                    speedup: float | None) -> None:
-    """A slow-down is told in any case."""
+    """A slow-down is told in any case, but for a server with interpreted kernels."""
     speed = 9.5 if speedup == 0.95 else 12.0
-    row = served({}, 2, measured(0, 0, tokens, 10.0), measured(accepted, 1000, tokens, speed), lossless=True)
+    pair = measured(0, 0, tokens, 10.0), measured(accepted, 1000, tokens, speed)
+    row = served({}, 2, *pair, lossless=True, interpreted=False)
     assert row["speedup"] == speedup and (row["baseline_tok_s"], row["tok_s"]) == (10.0, speed)
+    slow = served({}, 2, *pair, lossless=True, interpreted=True)
+    assert slow == row | {"interpreted": True, "tok_s": None, "speedup": None}
 
 
 def test_a_target_that_moved_since_the_export_is_named(tiny_target: Target, inputs: dict[str, Path],

@@ -388,6 +388,9 @@ def test_no_speedup_is_claimed_that_was_not_told() -> None:
     expected = "accepted length 1.00 at K=1, no speedup, as next to no draft is accepted, text identical"
     assert verdict([poor], 1) == verdict([poor | {"tok_s": None, "baseline_tok_s": None}], 1) == expected
     assert not re.search(r">\d\.\d\dx<", figures.draw([few], [])["throughput"])
+    slow = make_row([0.5], speedup=None, tok_s=None, interpreted=True)
+    assert "at K=1, no speed to tell, as vLLM's CPU build interprets" in verdict([slow], 1)
+    assert figures.draw([slow], [])["throughput"] is None
 
 
 def test_figures_follow_the_page_and_print_their_values() -> None:

@@ -182,8 +182,8 @@ def test_commands_and_card_say_how_to_serve() -> None:
     speculation = {"method": "dflash", "model": "/a b/spec", "num_speculative_tokens": 3}
     assert commands["vllm"] == f"vllm serve org/target --speculative-config '{json.dumps(speculation)}'"
     assert set(serve_commands("native", "dflash", Path("/s"), "t", 3)) == {"vllm"}
-    facts = {"method": "dflash", "target": "org/target", "target_identity": "0123", "template_hash": "4567",
-             "max_k": 7, "default_k": 3, "trained_modes": ["chat", "thinking"]}
+    facts = {"method": "dflash", "needs_v2": False, "target": "org/target", "target_identity": "0123",
+             "template_hash": "4567", "max_k": 7, "default_k": 3, "trained_modes": ["chat", "thinking"]}
     card = model_card("speculators", facts, "Target")
     assert card.startswith("---\nbase_model: org/target\nlibrary_name: vllm\nlicense: unknown\n")
     here = serve_commands("speculators", "dflash", ".", "org/target", 3)
@@ -191,3 +191,5 @@ def test_commands_and_card_say_how_to_serve() -> None:
                  "chat, thinking",
                  f"```bash\n{here['vllm']}\n```", "speculator for Target"):
         assert part in card
+    assert "Model Runner V2" not in card
+    assert "Model Runner V2 alone" in model_card("speculators", facts | {"needs_v2": True}, "Target")

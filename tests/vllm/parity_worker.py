@@ -3,10 +3,11 @@
     python parity_worker.py FOLDER
 
 `FOLDER/request.json` lists cases (name, method, target, drafter, inputs, k, each_missing); results go to
-`FOLDER/results.json` and `FOLDER/results.safetensors` (logits by case). The path is the server's: folder
--> engine configuration -> class -> loader -> sharing with the target -> KV cache and attention kernel.
-Before loading, every parameter is filled with a value that no checkpoint has, so that what the loader leaves
-alone is seen: vLLM itself does not complain of a missing tensor. Imports torch, safetensors and vllm only.
+`FOLDER/results.json` and `FOLDER/results.safetensors` (logits by case, and `CASE.confidence`). The path is
+the server's: folder -> engine configuration -> class -> loader -> sharing with the target -> KV cache and
+attention kernel. Before loading, every parameter is filled with a value that no checkpoint has, so that what
+the loader leaves alone is seen: vLLM itself does not complain of a missing tensor. Imports torch, safetensors
+and vllm only.
 """
 
 import json
@@ -79,6 +80,9 @@ def is_unset(parameter: Tensor) -> bool:
 
 def share(model: nn.Module, target: Path) -> None:
     """Gives the drafter the target's embedding and head where the server would."""
+    # DSpark's class says nothing where the folder brings none
+    model.has_own_embed_tokens, model.has_own_lm_head = (
+        getattr(model, f"has_own_{name}", False) for name in ("embed_tokens", "lm_head"))
     tensors = {}
     for path in target.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
@@ -128,20 +132,57 @@ class Cache:
             return model(*inputs)
 
 
-def block_logits(config: VllmConfig, model: nn.Module, tokens: Tensor, states: Tensor) -> Tensor:
-    """[1 + K, vocabulary]: the block after the last token, in one pass."""
+def block(config: VllmConfig, model: nn.Module, tokens: Tensor, states: Tensor, queries: int) -> Tensor:
+    """Hidden states [queries, H] of the block after the last token, in one pass."""
     cache = Cache(config, model.get_draft_kv_cache_layer_names())
-    context, queries = len(tokens) - 1, 1 + config.speculative_config.num_speculative_tokens
+    context = len(tokens) - 1
     made = cache.metadata(context, queries, causal=all(model.get_draft_attn_causal()))
     known = torch.arange(context)
     model.precompute_and_store_context_kv(model.combine_hidden_states(states), known, known)
     ids = torch.full((queries,), model.model.mask_token_id)
     ids[0] = tokens[-1]
-    return model.compute_logits(cache.forward(model, made, ids, torch.arange(context, context + queries)))
+    return cache.forward(model, made, ids, torch.arange(context, context + queries))
 
 
-def chain_logits(config: VllmConfig, model: nn.Module, tokens: Tensor, states: Tensor) -> Tensor:
-    """[1 + K, vocabulary], the first row empty: token after token, each from the state of the one before."""
+Found = dict[str, Tensor]  # "logits" [1 + K, vocabulary], of which the first row may be empty
+
+
+def block_logits(config: VllmConfig, model: nn.Module, tokens: Tensor, states: Tensor) -> Found:
+    queries = 1 + config.speculative_config.num_speculative_tokens
+    return {"logits": model.compute_logits(block(config, model, tokens, states, queries))}
+
+
+def candidate_scores(config: VllmConfig, model: nn.Module, tokens: Tensor, states: Tensor) -> Found:
+    """What the selector's walk gives the candidates of each slot; -inf for all other tokens."""
+    steps = config.speculative_config.num_speculative_tokens
+    hidden = block(config, model, tokens, states, 1 + steps)[1:]
+    candidates, alone = model.compute_candidates(hidden)
+    scores = model.model.candidate_selector(candidates[None], alone[None], hidden[None], tokens[-1:])[0]
+    found, previous = torch.full((1 + steps, model.config.vocab_size), -torch.inf), 0
+    for step in range(steps):
+        found[1 + step, candidates[step]] = scores[step, previous]
+        previous = int(scores[step, previous].argmax())
+    return {"logits": found}
+
+
+def corrected_logits(config: VllmConfig, model: nn.Module, tokens: Tensor, states: Tensor) -> Found:
+    """Slot after slot with the Markov head's bias of the token before; and `confidence` [K] on the way."""
+    steps = config.speculative_config.num_speculative_tokens
+    first = 0 if getattr(model.config, "sample_from_anchor", True) else 1
+    hidden = block(config, model, tokens, states, first + steps)[first:]
+    ids = model.map_draft_to_target(torch.arange(model.config.draft_vocab_size))
+    found, sure, previous = torch.full((1 + steps, model.config.vocab_size), -torch.inf), [], tokens[-1:]
+    for step, logits in enumerate(model.compute_draft_logits(hidden).split(1)):
+        embedded = model.markov_embed(previous)
+        logits = logits + model.markov_bias(embedded)
+        sure.append(model.compute_confidence(hidden[step:step + 1], embedded))
+        found[1 + step, ids] = logits[0]
+        previous = ids[logits.argmax(-1)]
+    return {"logits": found, "confidence": torch.cat(sure)}
+
+
+def chain_logits(config: VllmConfig, model: nn.Module, tokens: Tensor, states: Tensor) -> Found:
+    """Token after token, each from the state of the one before."""
     attention = config.compilation_config.static_forward_context
     cache = Cache(config, [name for name in attention if type(attention[name]).__name__ == "Attention"])
     count = len(tokens) - 1
@@ -152,18 +193,20 @@ def chain_logits(config: VllmConfig, model: nn.Module, tokens: Tensor, states: T
         hidden, fed = cache.forward(model, cache.metadata(place, 1, causal=True), found[-1].argmax(-1),
                                     torch.tensor([place]), fed[-1:])
         found.append(model.compute_logits(hidden))
-    return torch.cat([torch.full_like(found[0], float("nan")), *found])
+    return {"logits": torch.cat([torch.full_like(found[0], float("nan")), *found])}
 
 
-DRAFT = {"dflash": block_logits, "eagle3": chain_logits}
+DRAFT = {"DFlashQwen3ForCausalLM": block_logits, "DFlash2Qwen3ForCausalLM": candidate_scores,
+         "Qwen3DSparkForCausalLM": corrected_logits, "Eagle3LlamaForCausalLM": chain_logits,
+         "Eagle3Qwen3ForCausalLM": chain_logits}
 
 
 @torch.inference_mode()
-def draft_logits(config: VllmConfig, model: nn.Module, method: str, inputs: dict[str, Tensor]) -> Tensor:
-    """[1 + K, vocabulary], as the server's first draft after a prompt. inputs: `tokens` [T], whose last one
-    is the anchor, and the target's state after L layers, `layer.L` [T - 1, hidden], for every L."""
+def draft(config: VllmConfig, model: nn.Module, inputs: dict[str, Tensor]) -> Found:
+    """The server's first draft after a prompt. inputs: `tokens` [T], whose last one is the anchor, and the
+    target's state after L layers, `layer.L` [T - 1, hidden], for every L."""
     states = torch.cat([inputs[f"layer.{layer}"] for layer in tapped(config)], dim=-1)
-    return DRAFT[method](config, model, inputs["tokens"], states)
+    return DRAFT[type(model).__name__](config, model, inputs["tokens"], states)
 
 
 def tapped(config: VllmConfig) -> list[int]:
@@ -171,8 +214,7 @@ def tapped(config: VllmConfig) -> list[int]:
     return sorted(set(get_eagle3_aux_layers_from_config(config.speculative_config)))
 
 
-def run(case: dict[str, Any], config: VllmConfig) -> tuple[dict[str, Any], Tensor]:
-    draft = config.speculative_config.draft_model_config
+def run(case: dict[str, Any], config: VllmConfig) -> tuple[dict[str, Any], Found]:
     result: dict[str, Any] = {"target": config.model_config.model, "layers": tapped(config),
                               "k": config.speculative_config.num_speculative_tokens, "missing": {}}
     if case["each_missing"]:
@@ -181,21 +223,24 @@ def run(case: dict[str, Any], config: VllmConfig) -> tuple[dict[str, Any], Tenso
     model, unset = loaded(config, lambda name: True)
     share(model, Path(case["target"]))
     with set_current_vllm_config(config):
-        process_weights_after_loading(model, draft, torch.device("cpu"))
-        logits = draft_logits(config, model.eval(), case["method"], load_file(case["inputs"]))
-    if case["method"] == "dflash":
+        process_weights_after_loading(model, config.speculative_config.draft_model_config,
+                                      torch.device("cpu"))
+        found = draft(config, model.eval(), load_file(case["inputs"]))
+    if case["method"] != "eagle3":
         result |= {"causal": model.get_draft_attn_causal(), "mask_token_id": model.model.mask_token_id}
-    return {**result, "class": type(model).__name__, "unset": unset}, logits
+    return {**result, "class": type(model).__name__, "unset": unset}, found
 
 
 def main(folder: Path) -> None:
-    results, logits = {}, {}
+    results, tensors = {}, {}
     for number, case in enumerate(json.loads((folder / "request.json").read_text())):
         config = engine_config(case)
         if number == 0:
             start_distributed(config)
-        results[case["name"]], logits[case["name"]] = run(case, config)
-    save_file(logits, folder / "results.safetensors")
+        results[case["name"]], found = run(case, config)
+        tensors[case["name"]] = found.pop("logits")
+        tensors |= {f"{case['name']}.{name}": tensor for name, tensor in found.items()}
+    save_file(tensors, folder / "results.safetensors")
     (folder / "results.json").write_text(json.dumps(results))
 
 

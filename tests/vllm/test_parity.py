@@ -61,7 +61,7 @@ def make_causal(config: Config, form: str) -> None:
 
 
 def change_mask(config: Config, form: str) -> None:
-    (config if form == "speculators" else config["dflash_config"])["mask_token_id"] -= 1
+    (config if "mask_token_id" in config else config["dflash_config"])["mask_token_id"] -= 1
 
 
 MISTAKES: dict[str, Callable[[Config, str], None]] = {
@@ -179,13 +179,11 @@ def request(case: str, folder: Path, target: Target, inputs: Path, alone: bool, 
             "inputs": str(inputs), "k": None if alone else k, "each_missing": each_missing}
 
 
-def run_worker(folder: Path) -> None:
+def run_worker(folder: Path, needs_v2: bool = False) -> None:
     found = find_installation(vllm_python())
     variables = found.environment(str(own_cores()[0]), kv_cache_gib=1)
     variables |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-    if not found.named:
-        found.write_metadata(folder / "metadata")
-        variables["PYTHONPATH"] = str(folder / "metadata")
+    variables |= found.shim(folder / "shim", needs_v2)
     command = [found.python, str(Path(__file__).with_name("parity_worker.py")), str(folder)]
     done = subprocess.run(command, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

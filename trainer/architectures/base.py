@@ -54,6 +54,7 @@ class Drafter(nn.Module, ABC):
     max_k: int                   # longest draft that it was trained for
     method: str                  # the server's name of the method
     estimates: bool = False      # whether `confidence` has something to say
+    needs_v2: bool = False       # whether vLLM has the method in its Model Runner V2 alone
 
     @abstractmethod
     def loss(self, batch: Batch) -> Step:
@@ -109,6 +110,11 @@ class Drafter(nn.Module, ABC):
     @abstractmethod
     def longest_draft(cls, **settings: Any) -> int:
         """The `max_k` of a drafter with these settings (those of its YAML), which is not built for it."""
+
+    @classmethod
+    def shortest_draft(cls, **settings: Any) -> int:
+        """The fewest tokens that a server may have it draft, with these settings."""
+        return 1
 
     @classmethod
     def check(cls, **settings: Any) -> dict[str, str]:

@@ -89,6 +89,7 @@ class DFlash2(BlockDrafter):
     of the target is drafted, which the server requires."""
 
     method = "dflash"
+    needs_v2 = True
     extra_terms = ("selector",)
 
     def __init__(self, context: DraftContext, layers: Count, block_size: SequenceLength, anchors: Count,
@@ -118,6 +119,10 @@ class DFlash2(BlockDrafter):
         if settings["selector_top_k"] > config["vocab_size"]:
             found["selector_top_k"] = f"must be at most the target's {config['vocab_size']} rows"
         return found
+
+    @classmethod
+    def shortest_draft(cls, **settings: Any) -> int:
+        return cls.longest_draft(**settings)
 
     def make_layer(self, attend: Callable[..., Tensor]) -> BlockLayer:
         return ConvBlockLayer(self.geometry, attend, self.own["conv_kernel_size"],

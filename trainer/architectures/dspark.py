@@ -58,6 +58,7 @@ class DSpark(BlockDrafter):
 
     method = "dspark"
     estimates = True
+    needs_v2 = True
     extra_terms = ("confidence",)
 
     def __init__(self, context: DraftContext, layers: Count, block_size: SequenceLength, anchors: Count,

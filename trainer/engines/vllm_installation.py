@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 from ctypes.util import find_library
@@ -16,6 +17,10 @@ from pathlib import Path
 from trainer.errors import UserError
 
 OLDEST = (0, 32)
+INTERPRETER = Path(__file__).resolve().parents[1] / "kernels/triton_interpreter"
+MODULE = "speculator_trainer_triton"  # the interpreter's name in a server, where `trainer` cannot be imported
+ENTRY_POINTS = f"[triton.backends]\ncpu = {MODULE}\n[vllm.general_plugins]\n{MODULE} = {MODULE}:register\n"
+INTERPRETED = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 REMEDY = "set engine.python to the interpreter of a vLLM environment, or engine.url to a running server."
 
 # Run by the other interpreter. Nothing is imported from vLLM: that would take several seconds.
@@ -44,8 +49,7 @@ class Installation:
 
     @property
     def cpu(self) -> bool:
-        """Whether it is a CPU build; vLLM itself goes by its version, too."""
-        return "cpu" in self.version
+        return is_cpu_build(self.version)
 
     def environment(self, threads: str, kv_cache_gib: int) -> dict[str, str]:
         """Variables for a server of this installation, on top of the trainer's own."""
@@ -66,11 +70,32 @@ class Installation:
         variables = {"VLLM_CPU_OMP_THREADS_BIND": threads, "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib)}
         return variables | ({"LD_PRELOAD": ":".join(libraries)} if libraries else {})
 
-    def write_metadata(self, folder: Path) -> None:
-        """Makes `folder`, put on PYTHONPATH, say which version of "vllm" this is."""
-        metadata = folder / f"vllm-{self.version}.dist-info" / "METADATA"
-        metadata.parent.mkdir(parents=True, exist_ok=True)
-        metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {self.version}\n")
+    def shim(self, folder: Path, needs_v2: bool) -> dict[str, str]:
+        """Variables for what a server lacks here, which is put into `folder`: the name "vllm" for a
+        distribution that is called otherwise and, for a method that `needs_v2`, something to run kernels on
+        in a CPU build. None where nothing is lacking."""
+        interpreted = needs_v2 and self.cpu
+        if not self.named:
+            _write_metadata(folder, "vllm", self.version)
+        if interpreted:
+            shutil.copytree(INTERPRETER, folder / MODULE, dirs_exist_ok=True,
+                            ignore=shutil.ignore_patterns("__pycache__"))
+            (_write_metadata(folder, MODULE, "1") / "entry_points.txt").write_text(ENTRY_POINTS)
+        variables = {"PYTHONPATH": str(folder.resolve())} if interpreted or not self.named else {}
+        return variables | (INTERPRETED if interpreted else {})
+
+
+def is_cpu_build(version: str) -> bool:
+    """vLLM itself goes by its version, too."""
+    return "cpu" in version
+
+
+def _write_metadata(folder: Path, name: str, version: str) -> Path:
+    """Makes `folder`, put on PYTHONPATH, hold a distribution; returns the folder of its metadata."""
+    metadata = folder / f"{name}-{version}.dist-info"
+    metadata.mkdir(parents=True, exist_ok=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    return metadata
 
 
 def find_installation(python: str) -> Installation:

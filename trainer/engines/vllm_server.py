@@ -31,6 +31,7 @@ from trainer.engines.vllm_installation import (
     check_port,
     find_installation,
     free_port,
+    is_cpu_build,
 )
 from trainer.errors import UserError
 from trainer.ranges import AtLeast, AtMost, Count, Like, Positive, SequenceLength, Text, Url
@@ -71,8 +72,9 @@ class VllmServer:
     runtime: VllmRuntime
 
     def serve(self, model: Path, log: Path, speculator: Path | None = None, method: str | None = None,
-              k: int | None = None) -> RunningServer:
-        """A context manager that serves `model`, with `speculator` drafting `k` tokens a step by `method`.
+              k: int | None = None, needs_v2: bool = False) -> RunningServer:
+        """A context manager that serves `model`, with `speculator` drafting `k` tokens a step by `method`;
+        `needs_v2` as its `Drafter` says.
 
         Everything that can be known without loading the model is checked here: raises UserError.
         """
@@ -83,7 +85,7 @@ class VllmServer:
             check_folder(model, "target", tokenizer=True)
             if speculator is not None:
                 check_folder(speculator, "speculator", tokenizer=False)
-        return RunningServer(self, model, log, speculator, method, k)
+        return RunningServer(self, model, log, speculator, method, k, needs_v2)
 
     def preflight(self) -> str:
         """vLLM's version, if interpreter and port, or the server to join, are good; else UserError."""
@@ -121,29 +123,30 @@ class VllmServer:
             words += ["--speculative-config", json.dumps(drafter)]
         return words + [str(argument) for argument in self.arguments]
 
-    def variables(self, found: Installation, offline: bool, shim: Path) -> dict[str, str]:
-        """Environment of a server. The folder `shim` takes the metadata that `vllm serve` asks for and that a
-        distribution of another name lacks."""
+    def variables(self, found: Installation, offline: bool, shim: Path,
+                  needs_v2: bool = False) -> dict[str, str]:
+        """Environment of a server. The folder `shim` takes what it lacks, see `Installation.shim`."""
         variables = found.environment(self.runtime.threads, self.runtime.kv_cache_gib)
         variables["VLLM_LOGGING_LEVEL"] = self.runtime.log_level
         if offline:
             variables["HF_HUB_OFFLINE"] = "1"
         own = {name: str(value) for name, value in self.environment.items()}
-        if not found.named:
-            found.write_metadata(shim)
-            own["PYTHONPATH"] = os.pathsep.join(filter(None, [str(shim.resolve()), own.get("PYTHONPATH")]))
-        return variables | own
+        lacking = found.shim(shim, needs_v2)
+        search = os.pathsep.join(filter(None, [lacking.get("PYTHONPATH"), own.get("PYTHONPATH")]))
+        return variables | lacking | own | ({"PYTHONPATH": search} if search else {})
 
 
 class RunningServer:
     """One server between `__enter__` and `__exit__`. `version`, `url`, `served_name`, `root` (what it loaded
     the model from), `max_model_len` and `command` (empty when joined) stay readable afterwards; `k` is None
-    without a drafter. Setting `abandoned` from another thread ends a start that is under way."""
+    without a drafter; `interpreted` says that its kernels are, so that its speed means nothing. Setting
+    `abandoned` from another thread ends a start that is under way."""
 
     def __init__(self, settings: VllmServer, model: Path, log: Path, speculator: Path | None,
-                 method: str | None, k: int | None) -> None:
+                 method: str | None, k: int | None, needs_v2: bool) -> None:
         self.settings, self.model, self.log = settings, model, log
-        self.speculator, self.method, self.k = speculator, method, k
+        self.speculator, self.method, self.k, self.needs_v2 = speculator, method, k, needs_v2
+        self.interpreted = False
         self.version = self.url = self.served_name = self.root = ""
         self.max_model_len = 0
         self.abandoned = False
@@ -160,6 +163,7 @@ class RunningServer:
             self.client = self.settings.client(self.url, self.death if self.process else None)
             self._wait()
             self.version = self.client.version()
+            self.interpreted = self.needs_v2 and is_cpu_build(self.version)
             self.served_name, self.max_model_len, self.root = self.client.model(NAME)
             self._check_drafter()
         except BaseException:
@@ -212,7 +216,7 @@ class RunningServer:
                                              self.k)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         local = all(folder.is_dir() for folder in (self.model, self.speculator or self.model))
-        variables = self.settings.variables(found, local, self.shim)
+        variables = self.settings.variables(found, local, self.shim, self.needs_v2)
         self.log.write_text(f"$ {shlex.join(self.command)}\n")
         self.process = vllm_process.start(self.command, variables, self.log)
 

@@ -139,6 +139,8 @@ def verdict(rows: list[dict], default_k: int | None) -> str:
         parts.append(f"{row['speedup']:.2f}x plain decoding at {figures.users(row)}")
     elif row["mean_accepted_length"] < NEAR_ONE:
         parts.append("no speedup, as next to no draft is accepted")
+    elif row.get("interpreted"):
+        parts.append("no speed to tell, as vLLM's CPU build interprets the kernels of this method")
     elif row["tok_s"] is not None:
         parts.append("too few tokens timed to tell a speedup")
     if row.get("lossless") is not None:

@@ -56,12 +56,15 @@ def in_process(base: dict[str, Any], dataset: str, k: int, tally: Tally,
 
 
 def served(base: dict[str, Any], k: int, plain: Measurement, drafted: Measurement,
-           lossless: bool) -> dict[str, Any]:
-    """Of enough tokens a slow-down is told always, a speedup only of accepted drafts; the speeds stand."""
+           lossless: bool, interpreted: bool) -> dict[str, Any]:
+    """Of enough tokens a slow-down is told always, a speedup only of accepted drafts; the speeds stand, but
+    for that of a server with `interpreted` kernels, which is no speed of the drafter."""
     speedup = round(drafted.tok_s / plain.tok_s, 3)
-    told = drafted.output_tokens >= FEW_TOKENS and (drafted.mean_accepted_length >= NEAR_ONE or speedup < 1)
+    told = drafted.output_tokens >= FEW_TOKENS and not interpreted and (
+        drafted.mean_accepted_length >= NEAR_ONE or speedup < 1)
     return {**base, "dataset": "heldout", "engine": "vllm", "num_speculative_tokens": k,
-            "baseline_tok_s": round(plain.tok_s, 2), "tok_s": round(drafted.tok_s, 2),
+            "baseline_tok_s": round(plain.tok_s, 2), "interpreted": interpreted,
+            "tok_s": None if interpreted else round(drafted.tok_s, 2),
             "speedup": speedup if told else None, "lossless": lossless,
             "drafts": drafted.counters.drafts, "output_tokens": drafted.output_tokens,
             "mean_accepted_length": round(drafted.mean_accepted_length, 4),

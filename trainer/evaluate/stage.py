@@ -114,8 +114,8 @@ class Evaluate(Stage):
             selections.append(Selection(self.confidence, facts["confidence"]["temperatures"]))
         found, gates = self._in_process(drafter, questions, base, selections)
         if self.server is not None:
-            served, more = self._served(folder, facts["method"], questions, base,
-                                        found[0]["mean_accepted_length"], out)
+            served, more = self._served(folder, drafter, questions, base, found[0]["mean_accepted_length"],
+                                        out)
             found, gates = found + served, gates + more
         (out / "rows.json").write_text(json.dumps(found, indent=1) + "\n")
         best = max(found, key=lambda row: (row["engine"] == "vllm", row["speedup"] or 0))
@@ -178,14 +178,14 @@ class Evaluate(Stage):
             Gate("in_process_lossless", differing, 0, "<=", "the text changes with the drafter in this "
                  "process: verification or the rewind of the target's cache is wrong")]
 
-    def _served(self, folder: Path, method: str, questions: list[Question], base: dict[str, Any],
+    def _served(self, folder: Path, drafter: Drafter, questions: list[Question], base: dict[str, Any],
                 expected: float, out: Path) -> tuple[list[dict[str, Any]], list[Gate]]:
         found, differing = [], 0
         prompts = [prompt for _, _, prompt in questions]
-        for k, plain, drafted in self._measured(folder, method, prompts, out):
+        for k, plain, drafted, interpreted in self._measured(folder, drafter, prompts, out):
             result = compare(plain, drafted)
             differing = max(differing, result.differing)
-            found.append(rows.served(base, k, plain, drafted, result.lossless))
+            found.append(rows.served(base, k, plain, drafted, result.lossless, interpreted))
         gap = abs(found[0]["mean_accepted_length"] / expected - 1)
         return found, [
             Gate("served_accepted_length_gap", gap, self.agreement, "<=", "the server accepts another "
@@ -195,9 +195,10 @@ class Evaluate(Stage):
                  "verification or attention for several query rows is wrong (compare in float32, other "
                  "attention backends)")]
 
-    def _measured(self, folder: Path, method: str, prompts: list[list[int]],
-                  out: Path) -> Iterator[tuple[int, Measurement, Measurement]]:
-        """Every K with its measurements without and with the drafter."""
+    def _measured(self, folder: Path, drafter: Drafter, prompts: list[list[int]],
+                  out: Path) -> Iterator[tuple[int, Measurement, Measurement, bool]]:
+        """Every K with its measurements without and with the drafter, and whether the latter's kernels were
+        interpreted."""
         asked = (prompts, self.sampling, self.users, self.warmup)
         together = self.rounds is not None
         with ExitStack() as stack:
@@ -207,23 +208,26 @@ class Evaluate(Stage):
                 [alone] = measure([plain], *asked, rounds=1)
                 stack.close()
             for k in self.k:
-                with self._server(out / f"vllm-k{k}.log", folder, method, k) as drafted:
+                with self._server(out / f"vllm-k{k}.log", folder, drafter, k) as drafted:
                     if alone is None:
                         pair = measure([plain, drafted], *asked, rounds=self.rounds)
                     else:
                         pair = [alone, *measure([drafted], *asked, rounds=1)]
-                print(f"evaluate on vLLM, K={k}: {pair[1].tok_s:.1f} tokens/s, {pair[0].tok_s:.1f} without "
-                      f"the drafter; accepted length {pair[1].mean_accepted_length:.3f}", flush=True)
-                yield k, *pair
+                speeds = "its kernels are interpreted, slowly" if drafted.interpreted else \
+                    f"{pair[1].tok_s:.1f} tokens/s, {pair[0].tok_s:.1f} without the drafter"
+                print(f"evaluate on vLLM, K={k}: {speeds}; accepted length "
+                      f"{pair[1].mean_accepted_length:.3f}", flush=True)
+                yield k, *pair, drafted.interpreted
 
-    def _server(self, log: Path, folder: Path | None = None, method: str | None = None,
+    def _server(self, log: Path, folder: Path | None = None, drafter: Drafter | None = None,
                 k: int | None = None, elsewhere: bool = False) -> Any:
         """A server in the dtype of the measurement; `elsewhere`: not at the port of the settings, where
         another one will be."""
         print(f"evaluate on vLLM, {'plain' if k is None else f'K={k}'}: starting the server", flush=True)
         runtime = replace(self.server.runtime, port=0) if elsewhere else self.server.runtime
         described = replace(self.server, dtype=self.dtype, runtime=runtime)
-        return described.serve(self.target.folder, log, folder, method, k)
+        kind = () if drafter is None else (folder, drafter.method, k, drafter.needs_v2)
+        return described.serve(self.target.folder, log, *kind)
 
 
 def _exported(folder: Path) -> dict[str, Any]:

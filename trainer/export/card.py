@@ -43,6 +43,8 @@ def model_card(form: str, facts: dict[str, Any], target_name: str) -> str:
              "", "## Serve", "", "In this folder:", ""]
     for command in commands.values():
         lines += ["```bash", command, "```", ""]
+    if facts["needs_v2"]:
+        lines += ["vLLM has this method in its Model Runner V2 alone, which a build for CPUs lacks.", ""]
     lines += ["A `num_speculative_tokens` above the longest draft is not refused by every server, and "
               "drafts beyond it are noise.", "",
               "## Measured", "", "Acceptance and speed are measured after this card is written: see "

@@ -69,8 +69,8 @@ class Export(Stage):
                   "before you publish them", flush=True)
         serving = Serving(name, self.target.config.get("architectures") or self._architectures(),
                           self.default_k)
-        facts = {"method": drafter.method, "max_k": drafter.max_k, "default_k": self.default_k,
-                 "target": name, "target_identity": self.target.identity,
+        facts = {"method": drafter.method, "needs_v2": drafter.needs_v2, "max_k": drafter.max_k,
+                 "default_k": self.default_k, "target": name, "target_identity": self.target.identity,
                  "template_hash": self.target.template_hash, "trained_modes": self.trained_modes,
                  "formats": self.formats}
         with closing(self.source(folder=inputs["hidden_states"], layers=drafter.tap_layers)) as source:

@@ -134,9 +134,12 @@ def wanted_layers(make: MakeDrafter, target: Target) -> tuple[int, ...]:
 
 def draft_problem(make: MakeDrafter, k: int) -> str | None:
     """Why the drafter cannot draft `k` tokens, for people; None when it can."""
-    longest = make.func.longest_draft(**make.keywords)
-    return None if 1 <= k <= longest else \
-        f"must lie between 1 and {longest}, the longest draft of this drafter, but is {k}"
+    shortest, longest = (ask(**make.keywords) for ask in (make.func.shortest_draft, make.func.longest_draft))
+    if shortest <= k <= longest:
+        return None
+    if shortest == longest:
+        return f"must be {longest}, since this drafter is served with whole blocks alone, but is {k}"
+    return f"must lie between {shortest} and {longest}, the longest draft of this drafter, but is {k}"
 
 
 def load_trained(make: MakeDrafter, target: Target, folder: Path) -> Drafter:

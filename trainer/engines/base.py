@@ -32,6 +32,8 @@ class Session(ABC):
 class TargetEngine(ABC):
     """A context manager: what `__enter__` loads or starts, `__exit__` frees or stops."""
 
+    device: str = "cpu"  # where the tensors of its sessions are
+
     @property
     def origin(self) -> str:
         """Name and version of what computes, as manifests keep it; known before anything is loaded."""

@@ -159,6 +159,7 @@ class Evaluate(Stage):
         slices = []
         differing = 0
         with self.engine.load(self.target.folder, self.target.end_ids) as engine:
+            drafter.to(engine.device)
             plain = _plain(engine, questions, self.sampling)
             for selection, k in product(selections, self.k):
                 groups: dict[str, rows.Tally] = {}

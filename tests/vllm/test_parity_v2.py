@@ -112,7 +112,7 @@ def own_confidences(drafter: Any, inputs: dict[str, Tensor]) -> Tensor:
     taps = torch.cat([inputs[f"layer.{layer}"] for layer in drafter.tap_layers], dim=-1)
     *known, anchor = inputs["tokens"].tolist()
     context = drafter.extend(drafter.new_context(), known, taps)
-    return drafter.confidences(context, anchor, drafter.max_k).sigmoid()
+    return drafter.confidence(context, anchor, drafter.propose(context, anchor, drafter.max_k)).sigmoid()
 
 
 def spoilt(path: Path, form: str, mistake: str, change: Callable[[dict[str, Any], str], None]) -> Path:

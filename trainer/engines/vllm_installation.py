@@ -49,7 +49,8 @@ class Installation:
 
     @property
     def cpu(self) -> bool:
-        return is_cpu_build(self.version)
+        """Whether it is a CPU build; vLLM itself goes by its version, too."""
+        return "cpu" in self.version
 
     def environment(self, threads: str, kv_cache_gib: int) -> dict[str, str]:
         """Variables for a server of this installation, on top of the trainer's own."""
@@ -83,11 +84,6 @@ class Installation:
             (_write_metadata(folder, MODULE, "1") / "entry_points.txt").write_text(ENTRY_POINTS)
         variables = {"PYTHONPATH": str(folder.resolve())} if interpreted or not self.named else {}
         return variables | (INTERPRETED if interpreted else {})
-
-
-def is_cpu_build(version: str) -> bool:
-    """vLLM itself goes by its version, too."""
-    return "cpu" in version
 
 
 def _write_metadata(folder: Path, name: str, version: str) -> Path:

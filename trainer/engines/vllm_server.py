@@ -31,7 +31,6 @@ from trainer.engines.vllm_installation import (
     check_port,
     find_installation,
     free_port,
-    is_cpu_build,
 )
 from trainer.errors import UserError
 from trainer.ranges import AtLeast, AtMost, Count, Like, Positive, SequenceLength, Text, Url
@@ -139,8 +138,8 @@ class VllmServer:
 class RunningServer:
     """One server between `__enter__` and `__exit__`. `version`, `url`, `served_name`, `root` (what it loaded
     the model from), `max_model_len` and `command` (empty when joined) stay readable afterwards; `k` is None
-    without a drafter; `interpreted` says that its kernels are, so that its speed means nothing. Setting
-    `abandoned` from another thread ends a start that is under way."""
+    without a drafter; `interpreted` says that the kernels of one that was started here are, so that its speed
+    means nothing. Setting `abandoned` from another thread ends a start that is under way."""
 
     def __init__(self, settings: VllmServer, model: Path, log: Path, speculator: Path | None,
                  method: str | None, k: int | None, needs_v2: bool) -> None:
@@ -163,7 +162,6 @@ class RunningServer:
             self.client = self.settings.client(self.url, self.death if self.process else None)
             self._wait()
             self.version = self.client.version()
-            self.interpreted = self.needs_v2 and is_cpu_build(self.version)
             self.served_name, self.max_model_len, self.root = self.client.model(NAME)
             self._check_drafter()
         except BaseException:
@@ -210,6 +208,7 @@ class RunningServer:
 
     def _start(self) -> None:
         found = find_installation(self.settings.python)
+        self.interpreted = self.needs_v2 and found.cpu
         port = self.settings.runtime.port or free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.command = self.settings.command(found.python, self.model, port, self.speculator, self.method,

@@ -157,7 +157,8 @@ CHECKED = {  # what is set, and a part of what is told
     "a mask token with a meaning": ("target.mask_token=65", "is an ordinary token of texts"),
     "a prompt without room": ("target.max_length=20", "which leaves no room for an answer within"),
     "layers beyond the target's": ("target.tap_layers=[1,7]", "tap_layers [1, 7] must lie between"),
-    "groups that do not divide": ("drafter=dflash2 export.default_k=3 drafter.conv_group_size=7", "must divide the hidden"),
+    "groups that do not divide": ("drafter=dflash2 export.default_k=3 drafter.conv_group_size=7",
+                                  "must divide the hidden"),
     "more candidates than tokens": ("drafter=dflash2 export.default_k=3 drafter.selector_top_k=999",
                                     "must be at most"),
 }

@@ -164,7 +164,7 @@ def test_nearly_every_draft_is_accepted_by_interpreted_kernels(name: str, learn:
                                                                tmp_path: Path) -> None:
     learnt = learn(name)
     check(learnt, serve(learnt, learnt.folder / "speculators", tmp_path / "log",
-                        min(os.sched_getaffinity(0))))
+                        own_cores()[0]))
 
 
 def test_layer_ids_off_by_one_cost_acceptance(learn: Callable[[str], Learnt], shifted: Path,

@@ -19,7 +19,7 @@ from trainer.engines import vllm_process
 from trainer.engines.vllm_client import SpecCounters
 from trainer.engines.vllm_server import RunningServer
 from trainer.errors import UserError
-from trainer.evaluate.serving import Comparison, Measurement, acceptance, compare, measure
+from trainer.evaluate.serving import Comparison, Measurement, acceptance, compare, enter, measure
 from trainer.records import Completion, Sampling
 from trainer.target_made import Kept, RandomLlama
 
@@ -153,6 +153,35 @@ def circling_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
             weights[name].zero_()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+class Start:
+    """What `enter` needs of a server: it comes up at once, fails, or takes as long as it is waited for."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.abandoned, self.up = kind, False, False
+
+    def __enter__(self) -> None:
+        if self.kind == "fails":
+            raise UserError("no room")
+        while self.kind == "takes long" and not self.abandoned:
+            time.sleep(0.01)
+        self.up = True
+
+
+@pytest.mark.parametrize("kinds", [("fails", "takes long"), ("takes long", "fails")])
+def test_servers_that_start_together_are_given_up_together(kinds: tuple[str, str]) -> None:
+    servers = [Start(kind) for kind in kinds]
+    began = time.monotonic()
+    with pytest.raises(UserError, match="no room"):
+        enter(servers)
+    assert all(server.abandoned for server in servers) and time.monotonic() - began < 60
+
+
+def test_servers_start_together() -> None:
+    servers = [Start("comes up"), Start("comes up")]
+    enter(servers)
+    assert [server.up for server in servers] == [True, True] and not servers[0].abandoned
 
 
 @pytest.fixture(scope="module")

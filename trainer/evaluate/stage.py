@@ -24,7 +24,7 @@ from trainer.engines.base import TargetEngine
 from trainer.errors import UserError
 from trainer.evaluate import rows
 from trainer.evaluate.decode import Selection, decode
-from trainer.evaluate.serving import Measurement, compare, measure
+from trainer.evaluate.serving import Measurement, compare, enter, measure
 from trainer.export.formats import FORMATS, FormatName
 from trainer.gates import Gate, require
 from trainer.pipeline import Stage
@@ -203,13 +203,18 @@ class Evaluate(Stage):
         asked = (prompts, self.sampling, self.users, self.warmup)
         together = self.rounds is not None
         with ExitStack() as stack:
-            plain = stack.enter_context(self._server(out / "vllm-plain.log", elsewhere=together))
+            plain = self._server(out / "vllm-plain.log", elsewhere=together)
             alone = None
-            if not together:
-                [alone] = measure([plain], *asked, rounds=1)
-                stack.close()
-            for k in self.k:
-                with self._server(out / f"vllm-k{k}.log", folder, drafter, k) as drafted:
+            if together:
+                stack.push(plain)
+            else:
+                with plain:
+                    [alone] = measure([plain], *asked, rounds=1)
+            for number, k in enumerate(self.k):
+                with ExitStack() as turn:
+                    drafted = self._server(out / f"vllm-k{k}.log", folder, drafter, k)
+                    turn.push(drafted)
+                    enter([plain, drafted] if together and number == 0 else [drafted])
                     if alone is None:
                         pair = measure([plain, drafted], *asked, rounds=self.rounds)
                     else:

@@ -359,3 +359,15 @@ def _part(batch: Batch, document: int) -> Batch:
     rows = batch.document == document
     return Batch(batch.tokens[rows], batch.loss_mask[rows], batch.document[rows], batch.position[rows],
                  batch.taps[rows], batch.last[rows], batch.seed)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("scaled", [{"logits_scaling": 8.0}, {"final_logit_softcapping": 30.0}])
+def test_what_is_added_to_scaled_logits_is_refused(name: str, scaled: dict[str, float],
+                                                   tiny_target: Target) -> None:
+    made, config = make_small(name), {**tiny_target.config, **scaled}
+    if name in ("dspark", "dflash2"):
+        with pytest.raises(ValueError, match=f"is not served as trained for a target with {[*scaled][0]}="):
+            made.func.fits(config, (1, 2), None, **made.keywords)
+    else:
+        assert made.func.fits(config, (1, 2), None, **made.keywords) == {}

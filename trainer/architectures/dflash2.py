@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from trainer.architectures.base import DraftContext, Exported
 from trainer.architectures.block_drafter import BlockContext, BlockDrafter
 from trainer.architectures.block_layers import BlockLayer
+from trainer.architectures.geometry import require_plain_logits
 from trainer.architectures.losses import Objective
 from trainer.kernels.select import BlockAttention
 from trainer.ranges import Count, Layers, NotNegative, Seed, SequenceLength, Text
@@ -113,6 +114,7 @@ class DFlash2(BlockDrafter):
     @classmethod
     def fits(cls, config: dict[str, Any], special_ids: Sequence[int], device: str | None,
              **settings: Any) -> dict[str, str]:
+        require_plain_logits(config, "the selector's scores")
         found = super().fits(config, special_ids, device, **settings)
         if config["hidden_size"] % settings["conv_group_size"]:
             found["conv_group_size"] = f"must divide the hidden size {config['hidden_size']}"

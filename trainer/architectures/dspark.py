@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from trainer.architectures.base import DraftContext, Exported
 from trainer.architectures.block_drafter import BlockContext, BlockDrafter
+from trainer.architectures.geometry import require_plain_logits
 from trainer.architectures.losses import Objective, overlap
 from trainer.kernels.select import BlockAttention
 from trainer.ranges import Count, Layers, NotNegative, Seed, SequenceLength, Text
@@ -83,6 +84,12 @@ class DSpark(BlockDrafter):
     @classmethod
     def reads(cls, **settings: Any) -> tuple[tuple[int, ...], bool]:
         return super().reads(**settings)[0], True
+
+    @classmethod
+    def fits(cls, config: dict[str, Any], special_ids: Sequence[int], device: str | None,
+             **settings: Any) -> dict[str, str]:
+        require_plain_logits(config, "a bias")
+        return super().fits(config, special_ids, device, **settings)
 
     def row_logits(self, hidden: Tensor, previous: Tensor) -> Tensor:
         return self.vocabulary.logits(hidden) + self.markov_head(previous)

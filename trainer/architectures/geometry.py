@@ -31,3 +31,12 @@ def geometry(config: dict[str, Any], layers: int, intermediate_size: int | None,
             "max_position_embeddings": config["max_position_embeddings"], "vocab_size": config["vocab_size"],
             "layer_types": ["full_attention"] * layers, "sliding_window": None, "use_sliding_window": False,
             "tie_word_embeddings": False, "initializer_range": 0.02}
+
+
+def require_plain_logits(config: dict[str, Any], addend: str) -> None:
+    """Raises ValueError when the target of this (text) config scales or caps its logits: what a method adds
+    to the head's, a server would add before it, training behind, and another draft would be served."""
+    for key, plain in (("logits_scaling", 1.0), ("final_logit_softcapping", None)):
+        if (found := config.get(key, plain)) != plain:
+            raise ValueError(f"a drafter that adds {addend} to its logits is not served as trained for a "
+                             f"target with {key}={found}; set drafter=dflash or drafter=eagle3")

@@ -154,8 +154,9 @@ def test_a_folder_from_elsewhere_must_fit(tiny_target: Target, tmp_path: Path) -
         adopt(layers=(1, 3))
     other = copied(tiny_target, tmp_path / "other",
                    lambda tensors: [each.add_(1) for each in tensors.values()])
-    with pytest.raises(UserError, match=f"another target: expected {other.identity}, found"):
-        adopt(other)
+    for told in (lambda: adopt(other), make("offline", other, [1, 2], path=str(there)).preflight):
+        with pytest.raises(UserError, match=f"another target: expected {other.identity}, found .*; set targ"):
+            told()
     (there / "manifest.json").unlink()
     with pytest.raises(UserError, match="holds no hidden states"):
         adopt()

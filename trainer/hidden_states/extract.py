@@ -128,7 +128,7 @@ class Extract(Probe):
     def preflight(self) -> None:
         super().preflight()
         if self.path is not None:
-            reuse.given(self.path)
+            reuse.foresee(reuse.given(self.path), self.manifest())
 
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
         samples, manifest = _samples(inputs["responses"]), self.manifest()

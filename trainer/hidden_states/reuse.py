@@ -62,6 +62,25 @@ def given(path: str) -> Path:
     return folder.resolve()
 
 
+def foresee(folder: Path, wanted: Manifest) -> None:
+    """Raises when `adopt` would, judging by the manifest; one that cannot be read is left to `adopt`."""
+    try:
+        found = Manifest.read(folder)
+    except UserError:
+        return
+    _require_fit(found, folder, wanted)
+
+
+def _require_fit(found: Manifest, folder: Path, wanted: Manifest) -> None:
+    """What is wrong with `folder` may be that it is sound, and another target's."""
+    for name, words in (("target", "target"), ("template", "chat template")):
+        if (theirs := getattr(found, name)) != (ours := getattr(wanted, name)):
+            raise UserError(f"hidden_states.path={folder} holds hidden states of another {words}: expected "
+                            f"{ours}, found {theirs}; set target= to the one that they were made for, or "
+                            "leave hidden_states.path out")
+    found.require(folder, layers=wanted.tap_layers)
+
+
 def forget(out: Path) -> None:
     """Removes the links that a run left here which ended before its stage did: what is linked is decided
     anew, and nothing is ever written through one."""
@@ -75,7 +94,7 @@ def adopt(folder: Path, out: Path, wanted: Manifest, samples: Sequence[Sample]) 
     template; else raises. Dtype and storage are those of the folder, which is only ever read."""
     link(folder, out)
     manifest = Manifest.read(out)
-    manifest.require(out, layers=wanted.tap_layers, target=wanted.target, template=wanted.template)
+    _require_fit(manifest, folder, wanted)
     if missing := _missing(out, samples):
         named = ", ".join([*missing[:SHOWN], *(["..."] if len(missing) > SHOWN else [])])
         raise UserError(f"hidden_states.path={folder} lacks {len(missing)} of the {len(samples)} samples of "

@@ -251,6 +251,13 @@ def test_a_mistake_on_the_command_line_is_one_line(toy: Path, capfd: pytest.Capt
     assert not Path("runs").exists()
 
 
+def test_a_choice_that_stands_twice_is_refused(toy: Path, capfd: pytest.CaptureFixture) -> None:
+    """The last one would win, and who wrote the first believes that it did."""
+    assert quick(toy, "recipe=first", "recipe=second") == 2
+    assert only_line(capfd.readouterr().err) == ("error: recipe (command line): is chosen twice; give one "
+                                                 "choice of it")
+
+
 RECIPES = {
     "train: {lrr: 3}": "train.lrr (recipes/bad.yaml): unknown key; nearest: train.lr",
     "trian: {lr: 3}": "trian (recipes/bad.yaml): unknown key; nearest: train",

@@ -8,7 +8,8 @@ prompts and draft length; accepted length, and acceptance by position, beside ea
 
 Each recipe is run as `python -m trainer recipe=<recipe> KEY=VALUE ...`, one after the other; what is finished
 is reused, and a killed comparison goes on. Drafters that did not learn from the same answers, or not for as
-many steps, or were not decoded on as many prompts, are not compared: exit status 1, with what differs.
+many steps, or were not decoded on as many prompts, are not compared: exit status 1, with what differs. What a
+recipe is compared for is not among the settings: recipe=, drafter= and run= are refused.
 
 Writes drafters.json and drafters.md (the table below) into --out, or else the current folder. Exit status 2
 when a run fails.
@@ -110,6 +111,10 @@ def main() -> int:
     options = parser.parse_intermixed_args()
     recipes = [word for word in options.words if "=" not in word] or list(RECIPES)
     settings = [word for word in options.words if "=" in word]
+    if own := [word for word in settings if word.partition("=")[0] in ("recipe", "drafter", "run")]:
+        print(f"{own[0]}: the tool itself decides that; name recipes as they are, without a key",
+              file=sys.stderr)
+        return 2
     options.out.mkdir(parents=True, exist_ok=True)
     reports = {recipe: report_of(recipe, settings) for recipe in recipes}
     rows, problems = rows_of(reports), unequal(reports)

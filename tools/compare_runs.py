@@ -88,7 +88,7 @@ def decoded(root: Path) -> dict[str, dict[str, float]]:
         for row in read(path.with_name("rows.json")):
             if row["dataset"] == "heldout":
                 name = (f"accepted length, K={row['num_speculative_tokens']}, {row['prompts']} prompts "
-                        f"{ENGINES[row['engine']]}")
+                        f"{ENGINES.get(row['engine'], row['engine'])}")
                 figures[name] = row["mean_accepted_length"]
     return found
 
@@ -272,6 +272,11 @@ def bits(one: Path, two: Path) -> int:
     import torch
     from safetensors.torch import load_file
 
+    for folder in (one, two):
+        if not (folder / "weights.safetensors").is_file() or not (folder / "log.jsonl").is_file():
+            print(f"{folder} is no folder of a finished training: it lacks weights.safetensors or log.jsonl",
+                  file=sys.stderr)
+            return 2
     first, second = (load_file(folder / "weights.safetensors") for folder in (one, two))
     for name in sorted(set(first) | set(second)):
         if name not in first or name not in second or not torch.equal(first[name], second[name]):

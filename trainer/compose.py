@@ -166,6 +166,9 @@ def _overrides(arguments: list[str], groups: Groups) -> list[Override]:
         wanted = argument.partition("=")[2]
         if options and _chooses(override, groups) and not override.is_delete() and wanted not in groups[key]:
             raise UserError(f"{key} (command line): there is no '{wanted}'; choices: {options}")
+        if _chooses(override, groups) and any(key == each.key_or_group for each in found
+                                              if _chooses(each, groups)):
+            raise UserError(f"{key} (command line): is chosen twice; give one choice of it")
         found.append(override)
     return found
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import dflash, engine, make_dflash, make_small, small, uneven
+from tiny import dflash, engine, make_dflash, make_small, small, uneven, write_responses
 from vllm_support import small_server
 
 from trainer._paths import find
@@ -24,7 +24,7 @@ from trainer.evaluate.rows import Tally, in_process, served
 from trainer.evaluate.serving import Measurement, acceptance
 from trainer.evaluate.stage import Evaluate
 from trainer.export.formats import FORMATS, Serving
-from trainer.records import Sampling
+from trainer.records import Sample, Sampling
 from trainer.target import Target
 
 PROMPTS = [{"id": f"{kind}{number}", "turns": [f"{kind} {number}?"], "category": kind, "split": "heldout"}
@@ -188,8 +188,25 @@ def test_prompts_without_room_are_refused_before_training(tiny_target: Target, u
         made.foresee({"prompts": uneven_lengths})
 
 
+def test_prompts_that_were_trained_on_are_not_measured(tiny_target: Target, inputs: dict[str, Path],
+                                                       tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Stored answers bring a split of their own; a later turn of a conversation gives the first one away."""
+    made = stage(tiny_target, prompts=6)
+    asked = made._questions(inputs)[0]
+    some = [Sample(f"other {name}", (*ids, 5, 6, 7)[number:], (False,) * (len(ids) - number) + (True,) * 3)
+            for number, (name, _, ids) in enumerate(asked[:2])]
+    given = {**inputs, "responses": write_responses(tmp_path / "responses", some)}
+    record = made.run(given, tmp_path)
+    assert (record["trained_on"], record["trained_on_ids"], record["prompts"]) == (1, [asked[0][0]], 5)
+    assert f"1 held-out prompts were trained on and are left out ({asked[0][0]})" in capsys.readouterr().out
+    every = [Sample(name, (*ids, 5, 6), (False,) * len(ids) + (True, True)) for name, _, ids in asked]
+    with pytest.raises(UserError, match="all 6 held-out prompts were trained on, since responses=stored"):
+        made.foresee({**inputs, "responses": write_responses(tmp_path / "responses", every)})
+    made.foresee({**inputs, "responses": write_responses(tmp_path / "responses", every, heldout=6)})
+
+
 def test_a_prompt_that_just_fits_is_measured(tiny_target: Target, inputs: dict[str, Path]) -> None:
-    longest = max(len(ids) for _, _, ids in stage(tiny_target)._questions(inputs["prompts"])[0])
+    longest = max(len(ids) for _, _, ids in stage(tiny_target)._questions(inputs)[0])
     stage(tiny_target, engine=engine(max_length=longest + 12)).foresee(inputs)
     with pytest.raises(UserError, match="leaves no room"):
         stage(tiny_target, engine=engine(max_length=longest + 11)).foresee(inputs)

@@ -341,7 +341,10 @@ def test_what_training_noticed_is_told() -> None:
     assert "2 trained tensors have not moved in 70 steps of training (fc.weight, norm.weight)" in one
     assert "loss term kl was 97% of the loss at step 10" in two
     assert "2.50 on those and 1.40 on others" in three
+    [narrow] = of_training({"train": {"record": {"draft_vocabulary": {"covered": 0.5}}}})
+    assert "covers 50.0% of the tokens" in narrow
     sound = {"steps": 70, "unmoved": [], "dominating": [], "final": final}
+    sound["draft_vocabulary"] = {"covered": 0.99}
     assert of_training({"train": {"record": sound}}) == of_training({}) == []
 
 

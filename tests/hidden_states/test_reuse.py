@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from disks import remount
 from stored_states import SAMPLES, change, contents, equal, extract, flip, make
-from tiny import copied, manifest_of, states_of
+from tiny import copied, manifest_of, states_of, write_responses
 
 from trainer.errors import UserError
 from trainer.hidden_states.base import Manifest
@@ -146,8 +146,11 @@ def test_a_folder_from_elsewhere_must_fit(tiny_target: Target, tmp_path: Path) -
         adopt()
     path.unlink()
     finished(tiny_target, there, [1, 2], SAMPLES[1:])
-    with pytest.raises(UserError, match=r"lacks 1 of the 5 samples of this run \(s0\).*responses=stored"):
-        adopt()
+    answers = {"responses": write_responses(tmp_path / "answers", SAMPLES)}
+    beforehand = make("offline", tiny_target, [1, 2], path=str(there))
+    for told in (adopt, lambda: beforehand.foresee(answers)):
+        with pytest.raises(UserError, match=r"lacks 1 of the 5 samples of this run \(s0\).*responses=stored"):
+            told()
     shutil.rmtree(there)
     finished(tiny_target, there, [1, 2])
     with pytest.raises(UserError, match=r"reads layers \[1, 3\] .* hold layers \[1, 2\]"):

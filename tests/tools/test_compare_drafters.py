@@ -60,6 +60,14 @@ def test_unequal_terms_are_named(reports: dict[str, dict[str, Any]], where: str,
     assert named in problem
 
 
+@pytest.mark.parametrize("word", ["recipe=smoke", "drafter=eagle3", "run=[train]"])
+def test_what_the_tool_decides_is_no_setting(word: str, monkeypatch: pytest.MonkeyPatch,
+                                             capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["compare_drafters.py", "smoke", word])
+    assert compare_drafters.main() == 2
+    assert f"{word}: the tool itself decides that" in capsys.readouterr().err
+
+
 def test_a_run_that_fails_ends_the_comparison(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         compare_drafters.report_of("no_such_recipe", [])

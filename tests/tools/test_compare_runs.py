@@ -189,3 +189,5 @@ def test_bits_tells_equal_from_different(tmp_path: Path) -> None:
     assert call("--bits", one, two).returncode == 0
     done = call("--bits", one, other)
     assert done.returncode == 1 and "w differs" in done.stdout
+    done = call("--bits", one, tmp_path / "none")
+    assert done.returncode == 2 and f"{tmp_path / 'none'} is no folder of a finished training" in done.stderr

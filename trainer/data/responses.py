@@ -217,6 +217,8 @@ class Stored(Stage):
                             "folder") from error
 
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
+        print(f"responses: taken from {self._file()} with its own split; prompts.* decides only what "
+              "evaluate asks", flush=True)
         shutil.copyfile(self._file(), out / RESPONSES)
         return describe([*read_rows(out)], Chat.of(self.target), [])
 

@@ -14,11 +14,13 @@ FEW_PROMPTS = 8  # to train on; with fewer, more training helps nothing
 WEIGHTS_OR_LAYERS = (
     "draft weights that the engine left unset, or hidden states taken from other layers than in training"
 )
+COVERED = 0.8  # share of the tokens below which a draft vocabulary is the first thing to mend
 LEFT_OUT = (  # stage, number in its record, what it counts
     ("prompts", "left_out", "prompts repeat a text that is held out and are not trained on"),
     ("responses", "dropped", "conversations do not fit into the longest sequence and are not trained on"),
     ("responses", "turns_without_room", "later turns do not fit into the longest sequence and are left out"),
     ("evaluate", "left_out", "held-out prompts leave no room for an answer and were not measured"),
+    ("evaluate", "trained_on", "held-out prompts were trained on and were not measured"),
 )
 
 
@@ -46,7 +48,7 @@ class Doubts:
     def of(self, row: dict) -> Iterator[tuple[str, str]]:
         """Kind and words of each doubt in one row; nothing for a sound one."""
         rates, length = row["per_position_acceptance"], row["mean_accepted_length"]
-        if "/" not in row["dataset"]:  # a slice is smaller than the whole, and need not be as good
+        if "/" not in row["dataset"] and "confidence" not in row:  # a slice is smaller, cut drafts are fewer
             yield from self._of_drafts(row, rates, length)
         if rates and abs(1 + sum(rates) - length) > self.identity_tolerance:
             yield "identity", (
@@ -103,6 +105,10 @@ def of_training(finished: dict[str, dict]) -> list[str]:
     found += [f"The loss term {each['term']} was {each['share']:.0%} of the loss at step {each['step']}; the "
               "others hardly counted (their weights are in drafter.*)."
               for each in record.get("dominating", [])]
+    vocabulary = record.get("draft_vocabulary", {"covered": 1.0})
+    if vocabulary["covered"] < COVERED:
+        found.append(f"The draft vocabulary covers {vocabulary['covered']:.1%} of the tokens that were "
+                     "trained on, and no other token can be drafted; raise drafter.draft_vocab_size.")
     if last.get("overfits"):
         found.append(f"The drafter knows its training samples by heart: along stored answers its accepted "
                      f"length is {last['train_walk']:.2f} on those and {last['heldout_walk']:.2f} on others; "

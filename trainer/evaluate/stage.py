@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from trainer.architectures.base import Drafter
 from trainer.data.chat import Chat
 from trainer.data.prompts import read_prompts
-from trainer.data.responses import messages_of
+from trainer.data.responses import messages_of, read_samples
 from trainer.engines.base import TargetEngine
 from trainer.errors import UserError
 from trainer.evaluate import rows
@@ -63,8 +63,8 @@ class Evaluate(Stage):
     confidence: Share | None
     agreement: NotNegative
 
-    after: ClassVar[tuple[str, ...]] = ("prompts", "export")
-    version: ClassVar[int] = 3
+    after: ClassVar[tuple[str, ...]] = ("prompts", "responses", "export")
+    version: ClassVar[int] = 4
 
     def check(self, stages: Mapping[str, Any]) -> dict[str, str]:
         found = {f"evaluate.k.{place}": draft_problem(self.drafter, k) for place, k in enumerate(self.k)}
@@ -97,7 +97,7 @@ class Evaluate(Stage):
 
     def foresee(self, inputs: dict[str, Path]) -> None:
         if "prompts" in inputs:
-            self._questions(inputs["prompts"])
+            self._questions(inputs)
         if "export" in inputs:
             _exported(inputs["export"])
 
@@ -106,7 +106,11 @@ class Evaluate(Stage):
         facts = _exported(inputs["export"])
         head = load_target_head(self.target.folder, self.target.config)
         drafter = self.drafter.func.restore(FORMATS[self.format].read(folder), self.format, head)
-        questions, left_out = self._questions(inputs["prompts"])
+        questions, left_out, trained_on = self._questions(inputs)
+        if trained_on:
+            named = ", ".join(trained_on[:5] + ["..."] * (len(trained_on) > 5))
+            print(f"evaluate: {len(trained_on)} held-out prompts were trained on and are left out ({named}): "
+                  "stored answers have a split of their own", flush=True)
         base = {"model": self.target.name, "method": facts["method"], "users": self.users,
                 "dtype": self.dtype, "prompts": len(questions)}
         selections = [None]
@@ -122,19 +126,26 @@ class Evaluate(Stage):
         return {"gates": require(gates), "accepted_length": best["mean_accepted_length"],
                 "speedup": best["speedup"], "k": best["num_speculative_tokens"],
                 "lossless": all(row["lossless"] for row in found), "prompts": len(questions),
-                "left_out": len(left_out), "left_out_ids": left_out[:20]}
+                "left_out": len(left_out), "left_out_ids": left_out[:20],
+                "trained_on": len(trained_on), "trained_on_ids": trained_on[:20]}
 
-    def _questions(self, folder: Path) -> tuple[list[Question], list[str]]:
-        """`prompts` of the held-out prompts, and the ids of those that are left out as too long."""
+    def _questions(self, inputs: dict[str, Path]) -> tuple[list[Question], list[str], list[str]]:
+        """`prompts` of the held-out prompts, the ids of those that are left out as too long, and of those
+        that are, as answers that were stored elsewhere have them among the samples of training."""
         chat = Chat.of(self.target)
-        heldout = [prompt for prompt, name in read_prompts(folder) if name == "heldout"]
+        heldout = [prompt for prompt, name in read_prompts(inputs["prompts"]) if name == "heldout"]
         if not heldout:
             raise UserError("there is no held-out prompt to evaluate on; raise prompts.heldout")
         asked = [(prompt.id, prompt.category, chat.prompt(messages_of(prompt, []))) for prompt in heldout]
         limit, key = self._limit()
         long = {name: len(ids) for name, _, ids in asked if len(ids) + self.sampling.max_new_tokens > limit}
         dropped = [] if self.too_long == "error" else list(long)
-        kept = [question for question in asked if question[0] not in dropped]
+        trained = _trained_on(asked, inputs)
+        if len(trained) == len(asked):
+            raise UserError(f"all {len(asked)} held-out prompts were trained on, since responses=stored "
+                            "brings its own split; give prompts.* as in the run that made those answers, or "
+                            "others")
+        kept = [question for question in asked if question[0] not in {*dropped, *trained}]
         chosen = kept[::max(1, len(kept) // self.prompts)][:self.prompts]
         for name, _, _ in chosen or asked[:1]:
             if name in long:
@@ -143,7 +154,7 @@ class Evaluate(Stage):
                                 "an answer of evaluate.sampling.max_new_tokens="
                                 f"{self.sampling.max_new_tokens} within {key}={limit} ({len(long)} of "
                                 f"{len(asked)} are so long); {advice}raise the one or lower the other")
-        return chosen, dropped
+        return chosen, dropped, trained
 
     def _limit(self) -> tuple[int, str]:
         """The longest sequence that both walks can take, in tokens, and the setting that says so."""
@@ -243,6 +254,13 @@ def _exported(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder} names its target by the path {facts['target']}, where nothing is any "
                         "more; export again with export.target_name= its path now, or its name on the Hub")
     return facts
+
+
+def _trained_on(asked: list[Question], inputs: dict[str, Path]) -> list[str]:
+    """Ids of the prompts that begin a sample of training."""
+    samples = read_samples(inputs["responses"], "train") if "responses" in inputs else []
+    return [name for name, _, ids in asked
+            if any(list(sample.tokens[:len(ids)]) == list(ids) for sample in samples)]
 
 
 def _plain(engine: TargetEngine, questions: list[Question], sampling: Sampling) -> list[Completion]:

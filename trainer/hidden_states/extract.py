@@ -130,6 +130,11 @@ class Extract(Probe):
         if self.path is not None:
             reuse.foresee(reuse.given(self.path), self.manifest())
 
+    def foresee(self, inputs: dict[str, Path]) -> None:
+        super().foresee(inputs)
+        if self.path is not None and "responses" in inputs:
+            reuse.foresee(reuse.given(self.path), self.manifest(), _samples(inputs["responses"]))
+
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
         samples, manifest = _samples(inputs["responses"]), self.manifest()
         reuse.forget(out)

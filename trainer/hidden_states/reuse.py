@@ -62,13 +62,14 @@ def given(path: str) -> Path:
     return folder.resolve()
 
 
-def foresee(folder: Path, wanted: Manifest) -> None:
-    """Raises when `adopt` would, judging by the manifest; one that cannot be read is left to `adopt`."""
+def foresee(folder: Path, wanted: Manifest, samples: Sequence[Sample] = ()) -> None:
+    """Raises when `adopt` would; what cannot be read is left to `adopt`, which says so with its remedy."""
     try:
-        found = Manifest.read(folder)
+        found, missing = Manifest.read(folder), _missing(folder, samples) if samples else []
     except UserError:
         return
     _require_fit(found, folder, wanted)
+    _require_all(missing, folder, samples)
 
 
 def _require_fit(found: Manifest, folder: Path, wanted: Manifest) -> None:
@@ -95,15 +96,19 @@ def adopt(folder: Path, out: Path, wanted: Manifest, samples: Sequence[Sample]) 
     link(folder, out)
     manifest = Manifest.read(out)
     _require_fit(manifest, folder, wanted)
-    if missing := _missing(out, samples):
-        named = ", ".join([*missing[:SHOWN], *(["..."] if len(missing) > SHOWN else [])])
-        raise UserError(f"hidden_states.path={folder} lacks {len(missing)} of the {len(samples)} samples of "
-                        f"this run ({named}), or holds them with other tokens: take the samples from the "
-                        "folder with responses=stored, or leave hidden_states.path out")
+    _require_all(_missing(out, samples), folder, samples)
     for name in ("dtype", "storage", "last_rows"):
         if (theirs := getattr(manifest, name)) != (ours := getattr(wanted, name)):
             print(f"hidden_states: {Manifest.path(folder)} says {name} {theirs}, this run {ours}; the gates "
                   "judge whether the states are good enough", flush=True)
+
+
+def _require_all(missing: Sequence[str], folder: Path, samples: Sequence[Sample]) -> None:
+    if missing:
+        named = ", ".join([*missing[:SHOWN], *(["..."] if len(missing) > SHOWN else [])])
+        raise UserError(f"hidden_states.path={folder} lacks {len(missing)} of the {len(samples)} samples of "
+                        f"this run ({named}), or holds them with other tokens: take the samples from the "
+                        "folder with responses=stored, or leave hidden_states.path out")
 
 
 def link(folder: Path, out: Path) -> None:

@@ -118,8 +118,8 @@ class Measurements:
         if self.due(steps, steps):
             self.measuring.rehearse(self.drafter, self.target, self.heldout, self.states, self.folder)
         elif self.measuring.due(steps, steps):
-            print("train: no held-out sample leaves room for an answer, so acceptance is not measured, and "
-                  "the last step counts as the best", flush=True)
+            print("train: there is no held-out sample, or none that leaves room for an answer, so acceptance "
+                  "is not measured, and the last step counts as the best", flush=True)
 
     def take(self, step: int) -> Measured:
         began = time.perf_counter()

@@ -4,7 +4,6 @@ none is measured."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -52,6 +51,7 @@ from trainer.training.loop import Pace, Taken, add, fit, forward, means
 from trainer.training.measuring import SHOWN, Measurements, Measuring
 from trainer.training.optimizers import require_step
 from trainer.training.rows import Rows
+from trainer.training.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class Train(Stage):
                                 position["best"], position["gates"])
         log = Log(out / "log.jsonl", position["log"], self.runtime.wandb_project)
         pace = Pace(steps, self.accumulate, self.warmup, self.floor, self.clip, self.precision)
-        watch = _Watch(position)
+        watch = Watch(position)
         sums: dict[str, tuple[float, float]] = position["sums"]  # since the last line of the log
         step, told = position["step"], True  # `told`: all that is due after this step was done
 
@@ -214,9 +214,9 @@ class Train(Stage):
                     save()  # the row that could not be had took no part in what was learnt so far
                 raise
         log.close()
-        return {"steps": steps, "tokens": watch.tokens, "train_seconds": round(watch.seconds, 1),
-                **_take_best(drafter, accepted, steps, out / "checkpoints"), **monitors.record(log.lines),
-                "gates": accepted.gates, "final": log.lines[-1]}
+        best = _take_best(drafter, accepted, steps, out / "checkpoints")
+        return {"steps": steps, "tokens": watch.tokens, "train_seconds": round(watch.seconds, 1), **best,
+                **monitors.record(log.lines), "gates": accepted.gates, "final": log.lines[-1]}
 
     def _steps(self, rows: Rows) -> int:
         steps = rows.count(self.epochs) // self.accumulate if self.steps is None else self.steps
@@ -255,31 +255,6 @@ def _take_best(drafter: Drafter, accepted: Measurements, steps: int, root: Path)
     return {"best_step": best["step"], "accepted_length": best["measured"]}
 
 
-class _Watch:
-    """Seconds and tokens of a run over all its interruptions; the rate leaves the first step out, which
-    compiles."""
-
-    def __init__(self, position: dict[str, Any]) -> None:
-        self.before, self.start = position["seconds"], time.perf_counter()
-        self.tokens = position["tokens"]
-        self.warm: tuple[float, int] | None = None  # time and tokens after the first step
-
-    def took(self, tokens: int) -> None:
-        self.tokens += tokens
-        if self.warm is None:
-            self.warm = time.perf_counter(), self.tokens
-
-    @property
-    def seconds(self) -> float:
-        return self.before + time.perf_counter() - self.start
-
-    @property
-    def rate(self) -> float:
-        """Tokens a second; 0 until the second step."""
-        then, tokens = self.warm or (self.start, self.tokens)
-        return (self.tokens - tokens) / max(time.perf_counter() - then, 1e-9)
-
-
 def _trainable(samples: list[Sample], required: bool = True) -> list[Sample]:
     """Samples with at least two sampled tokens: a block needs an anchor and something to predict."""
     kept = [sample for sample in samples if sample.supervised >= 2]
@@ -289,7 +264,7 @@ def _trainable(samples: list[Sample], required: bool = True) -> list[Sample]:
     return kept
 
 
-def _line(taken: Taken, figures: dict[str, float], watch: _Watch) -> dict[str, Any]:
+def _line(taken: Taken, figures: dict[str, float], watch: Watch) -> dict[str, Any]:
     return {"step": taken.step, "tokens": watch.tokens, "lr": taken.lr, "grad_norm": taken.grad_norm,
             "seconds": round(watch.seconds, 2), **_named(figures, loss="loss", accepted_length="estimate")}
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_resume import SAMPLES, Stopped, check_equal, log_of, run, stage
-from tiny import acceptance, copied, finished_inputs, make_dflash, write_responses
+from tiny import acceptance, make_dflash, write_responses
+from trainings import SAMPLES, Stopped, check_equal, log_of, run, stage
 
 from trainer.architectures.base import Exported
 from trainer.architectures.dflash import DFlash
@@ -46,16 +46,6 @@ class Told(Measuring):
         gap = 0.0 if length > 0 else 0.3
         return Measured(length, 1.5, -gap, 0.01, 1.4, 1.6, 0.14, 0.1, 2,
                         [Gate("measured_acceptance_gap", gap, 0.1, "<=", "the test says so")])
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Target:
-    return copied(tiny_target, tmp_path_factory.mktemp("made") / "target")
-
-
-@pytest.fixture(scope="module")
-def inputs(target: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return finished_inputs(target, tmp_path_factory.mktemp("inputs"), SAMPLES, heldout=3)
 
 
 @pytest.mark.parametrize(("lengths", "best"), [((1.1, 1.6, 1.3, 1.2, 1.5), 6), ((1.3, 1.2, 1.3, 1.1, 1.0), 9),

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_resume import OFFLINE, SAMPLES, Stopped, log_of, run, stage
-from tiny import copied, finished_inputs, make_dflash
+from tiny import OFFLINE, make_dflash
+from trainings import Stopped, log_of, run, stage
 
 from trainer.architectures import losses
 from trainer.architectures.dflash import DFlash
@@ -27,16 +27,6 @@ class Frozen(DFlash):
 def frozen(**settings: Any) -> Any:
     made = make_dflash(anchors=16, layers=1, **settings)
     return type(made)(Frozen, **made.keywords)
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Target:
-    return copied(tiny_target, tmp_path_factory.mktemp("made") / "target")
-
-
-@pytest.fixture(scope="module")
-def inputs(target: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return finished_inputs(target, tmp_path_factory.mktemp("inputs"), SAMPLES, heldout=3)
 
 
 def test_a_tensor_without_a_gradient_is_named_also_by_a_run_that_went_on(

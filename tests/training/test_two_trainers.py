@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from forks import FORKS
-from test_resume import SAMPLES, check_equal, run, stage
 from tiny import copied, finished_inputs
+from trainings import SAMPLES, check_equal, run, stage
 
 from trainer.hidden_states.offline import Offline, OfflineRuntime
 from trainer.target import Target

@@ -25,7 +25,9 @@ CHOICES = find()
 BAD = {
     "prompts.limit": (0, -1), "prompts.heldout": (-1, None), "responses.sampling.max_new_tokens": (0, -5),
     "responses.sampling.temperature": (-0.1, float("nan")), "responses.sampling.top_p": (0, 1.01),
-    "responses.sampling.seed": (-1,), "target.tap_layers": ([], [1, 1], [-1]), "target.max_length": (1,),
+    "responses.sampling.seed": (-1,), "responses.more.answers": (-1,),
+    "responses.more.temperature": (0,), "responses.more.top_p": (0,),
+    "target.tap_layers": ([], [1, 1], [-1]), "target.max_length": (1,),
     "target_engine.dtype": ("int8", "cdouble"), "target_engine.batch": (0,),
     "target_engine.prefill_tokens": (-1,), "hidden_states.dtype": ("int8",),
     "hidden_states.probe_rows": (0,), "hidden_states.runtime.shard_gib": (0, float("inf"), "abc"),

@@ -12,8 +12,8 @@ import pytest
 from tiny import copied, engine
 
 from trainer.data.chat import Chat
-from trainer.data.prompts import Jsonl, Prompts
-from trainer.data.responses import AsGiven, GroupFile, Regenerate, Stored, read_samples
+from trainer.data.prompts import Jsonl, Prompts, read_prompts
+from trainer.data.responses import AsGiven, GroupFile, More, Regenerate, Stored, read_samples
 from trainer.engines.transformers import TransformersEngine
 from trainer.errors import UserError
 from trainer.records import Completion, Sampling
@@ -53,10 +53,11 @@ def prompts(folder: Path, rows: list[dict[str, Any]], heldout: int = 0) -> dict[
 
 
 def ask(target: Target, inputs: dict[str, Path], out: Path, tokens: int = 12, too_long: Any = "error",
-        temperature: float = 0.0, **settings: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        temperature: float = 0.0, more: int = 0,
+        **settings: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     out.mkdir(exist_ok=True)
     stage = Regenerate(target, engine(**{"batch": 3, **settings}), Sampling(tokens, temperature, 1.0, 5),
-                       too_long)
+                       More(more, 0.8, 1.0), too_long)
     record = stage.run(inputs, out)
     return record, [json.loads(line) for line in (out / "responses.jsonl").read_text().splitlines()]
 
@@ -90,18 +91,55 @@ def test_stored_ids_are_those_that_went_in_and_came_out(talkative: Target, tmp_p
         assert sample.loss_mask == (False,) * len(row["prompt"]) + (True,) * len(row["tokens"])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_further_answers_are_drawn_for_training_prompts_alone(tiny_target: Target, tmp_path: Path) -> None:
+    inputs = prompts(tmp_path, TALKS, heldout=2)
+    once = {row["id"]: row for row in ask(tiny_target, inputs, tmp_path / "once")[1]}
+    record, rows = ask(tiny_target, inputs, tmp_path / "out", more=2)
+    assert [row["id"] for row in rows[:10]] == [*once] and rows[:10] == [*once.values()]
+    further = rows[10:]
+    trained = {name for name, row in once.items() if row["split"] == "train"}
+    assert {row["id"] for row in further} == {
+        f"{name.split('#')[0]}~{number}#{name.split('#')[1]}" for name in trained for number in (1, 2)}
+    assert all(row["split"] == "train" for row in further) and record["rows"] == 10 + 2 * len(trained)
+    assert record["splits"] == {"train": 3 * len(trained), "heldout": 10 - len(trained)}
+    by_prompt: dict[str, set[tuple[int, ...]]] = {}
+    for row in rows:
+        by_prompt.setdefault(row["id"].split("#")[0].split("~")[0], set()).add(tuple(row["tokens"]))
+    assert all(len(by_prompt[name.split("#")[0]]) >= 3 for name in trained), "each is drawn with its own seed"
+    chat = Chat.of(tiny_target)
+    first, later = (next(row for row in further if row["id"] == f"p2~1#{turn}") for turn in (0, 1))
+    said = tiny_target.tokenizer.decode(first["tokens"], skip_special_tokens=True)
+    assert later["prompt"] == chat.prompt([{"role": "user", "content": "xx?"},
+                                           {"role": "assistant", "content": said},
+                                           {"role": "user", "content": "and?"}])
+
+
+def test_the_longest_rows_count_further_answers(tiny_target: Target, tmp_path: Path) -> None:
+    inputs = prompts(tmp_path, TALKS, heldout=2)
+    stage = Regenerate(tiny_target, engine(), Sampling(9, 0.0, 1.0, 0), More(2, 0.8, 1.0), "error")
+    _, rows = ask(tiny_target, inputs, tmp_path / "out", more=2)
+    assert {each.id for each in stage.longest(read_prompts(inputs["prompts"]))} == {row["id"] for row in rows}
+
+
+def test_an_id_that_a_further_answer_would_take_is_refused(tiny_target: Target, tmp_path: Path) -> None:
+    inputs = prompts(tmp_path, [{"id": "a", "turns": ["x"]}, {"id": "a~1", "turns": ["y"]}])
+    stage = Regenerate(tiny_target, engine(), Sampling(9, 0.0, 1.0, 0), More(1, 0.8, 1.0), "error")
+    with pytest.raises(UserError, match=r"prompt a~1 has the id that responses\.more\.answers gives"):
+        stage.foresee(inputs)
+
+
+@pytest.mark.parametrize(("temperature", "more"), [(0.0, 0), (0.8, 0), (0.0, 1)])
 def test_an_interrupted_run_ends_with_the_same_bytes(talkative: Target, tmp_path: Path,
-                                                     temperature: float) -> None:
+                                                     temperature: float, more: int) -> None:
     inputs = prompts(tmp_path, TALKS)
-    record, _ = ask(talkative, inputs, tmp_path / "whole", temperature=temperature)
+    record, _ = ask(talkative, inputs, tmp_path / "whole", temperature=temperature, more=more)
     with pytest.raises(KeyboardInterrupt):
-        ask(talkative, inputs, tmp_path / "parts", temperature=temperature, kind=Interrupted)
+        ask(talkative, inputs, tmp_path / "parts", temperature=temperature, more=more, kind=Interrupted)
     path = tmp_path / "parts" / "responses.jsonl"
     assert 0 < len(path.read_bytes()) < len((tmp_path / "whole" / "responses.jsonl").read_bytes())
     with path.open("ab") as file:
         file.write(b'{"id": "p0#0", "split": "tr')
-    again, _ = ask(talkative, inputs, tmp_path / "parts", temperature=temperature)
+    again, _ = ask(talkative, inputs, tmp_path / "parts", temperature=temperature, more=more)
     assert path.read_bytes() == (tmp_path / "whole" / "responses.jsonl").read_bytes()
     assert again == record
 
@@ -166,7 +204,8 @@ def test_a_prompt_without_room_is_an_error_or_dropped_and_counted(talkative: Tar
     with pytest.raises(UserError,
                        match=r"prompt long has 1\d\d tokens, .* target_engine.max_length=80; .*=drop"):
         ask(talkative, inputs, tmp_path / "out", max_length=80)
-    stage = Regenerate(talkative, engine(max_length=80), Sampling(12, 0.0, 1.0, 5), "error")
+    stage = Regenerate(talkative, engine(max_length=80), Sampling(12, 0.0, 1.0, 5), More(0, 0.8, 1.0),
+                       "error")
     with pytest.raises(UserError, match="prompt long has"):
         stage.foresee(inputs)
     replace(stage, too_long="drop").foresee(inputs)
@@ -247,7 +286,7 @@ def test_only_what_happened_is_remarked(tiny_target: Target, talkative: Target, 
 def test_a_sequence_has_positions_in_the_target(tiny_target: Target) -> None:
     sampling = Sampling(12, 0.0, 1.0, 5)
     with pytest.raises(UserError, match="target_engine.max_length=2049 is more than the 2048 positions"):
-        Regenerate(tiny_target, engine(max_length=2049), sampling, "error").preflight()
+        Regenerate(tiny_target, engine(max_length=2049), sampling, More(0, 0.8, 1.0), "error").preflight()
     with pytest.raises(UserError, match="target.max_length=3000 is more than"):
         AsGiven(replace(tiny_target, max_length=3000), 3000).preflight()
-    Regenerate(tiny_target, engine(max_length=2048), sampling, "error").preflight()
+    Regenerate(tiny_target, engine(max_length=2048), sampling, More(0, 0.8, 1.0), "error").preflight()

@@ -11,7 +11,7 @@ from stored_states import SAMPLES, extract, make
 from tiny import engine, random_samples
 
 from trainer.data.prompts import Jsonl, Prompts
-from trainer.data.responses import Length, Regenerate
+from trainer.data.responses import Length, More, Regenerate
 from trainer.errors import UserError
 from trainer.hidden_states.base import Manifest
 from trainer.hidden_states.plan import Plan, needed
@@ -24,7 +24,7 @@ def plan(tiny_target: Target, tmp_path: Path) -> Plan:
     source = tmp_path / "prompts.jsonl"
     source.write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in (["a"], ["b", "c"], ["d"])))
     return Plan(Prompts(Jsonl(str(source)), None, 1),
-                Regenerate(tiny_target, engine(), Sampling(9, 0.0, 1.0, 0), "error"),
+                Regenerate(tiny_target, engine(), Sampling(9, 0.0, 1.0, 0), More(0, 0.8, 1.0), "error"),
                 make("offline", tiny_target, [1, 2]))
 
 

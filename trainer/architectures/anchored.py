@@ -18,11 +18,15 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from trainer.architectures.base import DraftContext, Drafter, Exported
+from trainer.architectures.layers import RMSNorm
 from trainer.architectures.losses import CrossEntropy, Objective
 from trainer.architectures.vocabulary import Coverage, DraftVocabulary, counts_from, size_problem
 from trainer.kernels.select import training_problem
 from trainer.records import Batch, Ratio, Step
 from trainer.target_head import TargetHead
+
+QUIET = 0.2  # of the target's final norm. At its full scale a random start predicts its own last token with
+# certainty, through the residual stream and the tied rows of embedding and head, and unlearns that first.
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,10 @@ class Anchored(Drafter):
         self.needs_last = objective.needs_teacher
         self.head = context.head
         self.vocabulary = DraftVocabulary(context, draft_vocab_size)
+
+    def _start_norm(self, norm: RMSNorm, scale: float = QUIET) -> None:
+        """Lets the last norm begin as `scale` times the target's, whose head reads it."""
+        norm.weight.data.copy_(scale * (self.head.norm.float() + self.head.norm_offset))
 
     @classmethod
     def reads(cls, **settings: Any) -> tuple[tuple[int, ...], bool]:

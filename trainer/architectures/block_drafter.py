@@ -77,9 +77,10 @@ class BlockDrafter(Anchored):
 
     def _start_from_target(self, context: DraftContext, start_layers: Sequence[int]) -> None:
         """Copies target layers, and lets `fc` begin as the newest tapped layer, whose scale keys expect."""
-        self.norm.weight.data.copy_(context.head.norm.float() + context.head.norm_offset)
         if not start_layers:
+            self._start_norm(self.norm)
             return
+        self._start_norm(self.norm, 1.0)
         offset = context.head.norm_offset  # of the norms, whose weights are the only vectors
         tensors = [{name: tensor.float() + offset if tensor.ndim == 1 else tensor
                     for name, tensor in context.layer_tensors[index].items()} for index in start_layers]

@@ -79,7 +79,7 @@ class Eagle3(Anchored):
             for module in self.modules():
                 if isinstance(module, nn.Linear):
                     nn.init.normal_(module.weight, std=0.02)
-        self.norm.weight.data.copy_(context.head.norm.float() + context.head.norm_offset)
+        self._start_norm(self.norm)
 
     @classmethod
     def longest_draft(cls, **settings: Any) -> int:

@@ -13,9 +13,9 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from rich import print as rich_print
 from rich.text import Text
@@ -27,9 +27,11 @@ from trainer.engines.base import TargetEngine
 from trainer.errors import UserError
 from trainer.pipeline import Stage
 from trainer.progress import Progress
-from trainer.ranges import SequenceLength
+from trainer.ranges import Above, Amount, AtMost, SequenceLength
 from trainer.records import Prompt, Sampling
 from trainer.target import Target
+
+Split = tuple[Prompt, str]  # with the split that it belongs to: train or heldout
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,33 @@ class Length:
 
 
 @dataclass(frozen=True)
+class More:
+    """Further `answers` to each training prompt: the same prompt drawn again, each with a seed of its own.
+    Held-out prompts are answered once, as serving will be measured."""
+
+    answers: Amount
+    temperature: Annotated[float, Above(0)]
+    top_p: Annotated[float, Above(0), AtMost(1)]
+
+    def of(self, prompts: Sequence[Split]) -> list[Split]:
+        """The conversations to be held again, as prompts of their own. Raises where an id is taken."""
+        again = [(replace(prompt, id=f"{prompt.id}~{number}"), name) for number in range(1, self.answers + 1)
+                 for prompt, name in prompts if name == "train"]
+        taken = {prompt.id for prompt, _ in prompts} & {prompt.id for prompt, _ in again}
+        if taken:
+            raise UserError(f"prompt {min(taken)} has the id that responses.more.answers gives to a further "
+                            "answer; rename it in the prompts")
+        return again
+
+
+@dataclass(frozen=True)
 class Regenerate(Stage):
     """Asks the target. `too_long` says what happens to a prompt that leaves no room for an answer."""
 
     target: Target
     engine: TargetEngine
     sampling: Sampling
+    more: More
     too_long: Literal["error", "drop"]
 
     after: ClassVar[tuple[str, ...]] = ("prompts",)
@@ -61,13 +84,15 @@ class Regenerate(Stage):
 
     def foresee(self, inputs: dict[str, Path]) -> None:
         if "prompts" in inputs:
-            self._too_long(Chat.of(self.target), read_prompts(inputs["prompts"]))
+            prompts = read_prompts(inputs["prompts"])
+            self._too_long(Chat.of(self.target), prompts)
+            self.more.of(prompts)
 
-    def longest(self, prompts: Sequence[Prompt]) -> list[Length]:
+    def longest(self, prompts: Sequence[Split]) -> list[Length]:
         """Every answer as long as it may be; earlier turns' answers count in the later ones."""
         chat = Chat.of(self.target)
         found, answer = [], self.sampling.max_new_tokens
-        for prompt in prompts:
+        for prompt, _ in [*prompts, *self.more.of(prompts)]:
             for turn in range(len(prompt.turns)):
                 asked = len(chat.prompt(messages_of(prompt, [""] * turn))) + turn * answer
                 total = min(asked + answer, self.engine.max_length)
@@ -80,21 +105,22 @@ class Regenerate(Stage):
         writer = GroupFile(out / RESPONSES)
         dropped = self._too_long(chat, prompts)
         prompts = [(prompt, name) for prompt, name in prompts if prompt.id not in dropped]
+        drawn = replace(self.sampling, temperature=self.more.temperature, top_p=self.more.top_p)
+        work = [(prompts, self.sampling), (self.more.of(prompts), drawn)]
         with self.engine.load(self.target.folder, self.target.end_ids) as engine:
-            total = sum(len(prompt.turns) for prompt, _ in prompts)
+            total = sum(len(prompt.turns) for part, _ in work for prompt, _ in part)
             with Progress("responses", total=total, unit="answers", start=len(writer.rows)) as bar:
-                for turn in range(max(len(prompt.turns) for prompt, _ in prompts)):
-                    for group in self._groups(chat, prompts, turn, writer.rows, engine.group):
-                        if writer.has(group):
-                            continue
-                        rows, seconds = self._answer(engine, group)
-                        writer.append(rows)
-                        tokens = sum(len(row["tokens"]) for row in rows)
-                        bar.advance(len(rows), **{"tokens/s": tokens / max(seconds, 1e-6)})
+                for group, sampling in self._all_groups(chat, work, writer.rows, engine.group):
+                    if writer.has(group):
+                        continue
+                    rows, seconds = self._answer(engine, group, sampling)
+                    writer.append(rows)
+                    tokens = sum(len(row["tokens"]) for row in rows)
+                    bar.advance(len(rows), **{"tokens/s": tokens / max(seconds, 1e-6)})
         return {**describe(list(writer.rows.values()), chat, sorted(dropped)),
                 "turns_without_room": total - len(writer.rows)}
 
-    def _too_long(self, chat: Chat, prompts: list[tuple[Prompt, str]]) -> set[str]:
+    def _too_long(self, chat: Chat, prompts: list[Split]) -> set[str]:
         dropped = set()
         for prompt, _ in prompts:
             length = len(chat.prompt(messages_of(prompt, [])))
@@ -109,7 +135,15 @@ class Regenerate(Stage):
                             f"{self.engine.max_length}; raise target.max_length, which sets it")
         return dropped
 
-    def _groups(self, chat: Chat, prompts: list[tuple[Prompt, str]], turn: int, done: dict[str, Row],
+    def _all_groups(self, chat: Chat, work: list[tuple[list[Split], Sampling]], done: dict[str, Row],
+                    size: int) -> Iterator[tuple[list[Row], Sampling]]:
+        """Turn after turn of the first part, then of the next. Lazily: a later turn reads `done`."""
+        for prompts, sampling in work:
+            for turn in range(max((len(prompt.turns) for prompt, _ in prompts), default=0)):
+                for group in self._groups(chat, prompts, turn, done, size):
+                    yield group, sampling
+
+    def _groups(self, chat: Chat, prompts: list[Split], turn: int, done: dict[str, Row],
                 size: int) -> Iterator[list[Row]]:
         """Questions of one turn, longest first (they decide the memory), in groups of `size`."""
         questions = []
@@ -129,10 +163,11 @@ class Regenerate(Stage):
         for start in range(0, len(questions), size):
             yield questions[start:start + size]
 
-    def _answer(self, engine: TargetEngine, group: list[Row]) -> tuple[list[Row], float]:
+    def _answer(self, engine: TargetEngine, group: list[Row],
+                sampling: Sampling) -> tuple[list[Row], float]:
         """The group with its answers, and the seconds that it took."""
         prompts, keys = [row["prompt"] for row in group], [row["id"] for row in group]
-        answers = engine.generate(prompts, keys, self.sampling)
+        answers = engine.generate(prompts, keys, sampling)
         return [{**row, "tokens": list(answer.tokens), "finish_reason": answer.finish_reason}
                 for row, answer in zip(group, answers, strict=True)], max(each.seconds for each in answers)
 
@@ -157,7 +192,7 @@ class AsGiven(Stage):
         if "prompts" in inputs:
             self._answered(inputs["prompts"])
 
-    def _answered(self, folder: Path) -> list[tuple[Prompt, str]]:
+    def _answered(self, folder: Path) -> list[Split]:
         """The prompts with their split; raises unless each of their turns has an answer."""
         prompts = read_prompts(folder)
         if not any(answer.strip() for prompt, _ in prompts for answer in prompt.answers):
@@ -171,10 +206,10 @@ class AsGiven(Stage):
                                 "responses=regenerate")
         return prompts
 
-    def longest(self, prompts: Sequence[Prompt]) -> list[Length]:
+    def longest(self, prompts: Sequence[Split]) -> list[Length]:
         """The given answers, exactly, and those too that are too long."""
         chat = Chat.of(self.target)
-        return [Length(f"{prompt.id}#{number}", len(ids), sum(mask)) for prompt in prompts
+        return [Length(f"{prompt.id}#{number}", len(ids), sum(mask)) for prompt, _ in prompts
                 for number, (ids, mask) in enumerate(chat.supervised(messages_of(prompt,
                                                                                  list(prompt.answers))))]
 
@@ -222,7 +257,7 @@ class Stored(Stage):
         shutil.copyfile(self._file(), out / RESPONSES)
         return describe([*read_rows(out)], Chat.of(self.target), [])
 
-    def longest(self, prompts: Sequence[Prompt]) -> list[Length]:
+    def longest(self, prompts: Sequence[Split]) -> list[Length]:
         """The stored answers, exactly, whatever the prompts."""
         folder = self._file().parent
         return [Length(sample.id, len(sample.tokens), sample.supervised)

@@ -62,10 +62,10 @@ class Plan(Stage):
             return [Length(sample.id, len(sample.tokens), sample.supervised) for name in ("train", "heldout")
                     for sample in read_samples(inputs["responses"], name)]
         if "prompts" in inputs:
-            return self.responses.longest([prompt for prompt, _ in read_prompts(inputs["prompts"])])
+            return self.responses.longest(read_prompts(inputs["prompts"]))
         with tempfile.TemporaryDirectory() as folder:
             self.prompts.run({}, Path(folder))
-            return self.responses.longest([prompt for prompt, _ in read_prompts(Path(folder))])
+            return self.responses.longest(read_prompts(Path(folder)))
 
 
 def needed(rows: Sequence[Length], manifest: Manifest, free: int) -> list[Need]:

@@ -248,5 +248,7 @@ def _pick(logits: Tensor, sampling: Sampling, generators: list[torch.Generator])
         ordered, order = scaled.sort(dim=-1, descending=True)
         before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
         scaled = scaled.masked_fill((before >= sampling.top_p).gather(-1, order.argsort(-1)), float("-inf"))
-    noise = torch.stack([torch.empty(scaled.shape[-1]).exponential_(generator=each) for each in generators])
-    return (scaled.softmax(-1) / noise.to(scaled.device)).argmax(dim=-1)
+    reached = scaled.softmax(-1).cumsum(-1, dtype=torch.float64)
+    drawn = torch.cat([torch.rand(1, generator=each, dtype=torch.float64) for each in generators])
+    drawn = drawn.to(reached.device)[:, None] * reached[:, -1:]  # below the whole sum, which rounding moves off 1
+    return torch.searchsorted(reached, drawn, right=True)[:, 0]

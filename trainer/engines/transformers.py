@@ -248,7 +248,8 @@ def _pick(logits: Tensor, sampling: Sampling, generators: list[torch.Generator])
         ordered, order = scaled.sort(dim=-1, descending=True)
         before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
         scaled = scaled.masked_fill((before >= sampling.top_p).gather(-1, order.argsort(-1)), float("-inf"))
-    reached = scaled.softmax(-1).cumsum(-1, dtype=torch.float64)
-    drawn = torch.cat([torch.rand(1, generator=each, dtype=torch.float64) for each in generators])
-    drawn = drawn.to(reached.device)[:, None] * reached[:, -1:]  # below the whole sum, which rounding moves off 1
-    return torch.searchsorted(reached, drawn, right=True)[:, 0]
+    reached = scaled.softmax(-1).cumsum(-1)
+    total = reached[:, -1:]  # which rounding moves off 1
+    drawn = torch.cat([torch.rand(1, generator=each) for each in generators]).to(total.device)[:, None]
+    below = torch.minimum(drawn * total, total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(reached, below, right=True)[:, 0]

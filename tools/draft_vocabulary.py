@@ -24,6 +24,7 @@ from rich.table import Table  # noqa: E402
 
 from trainer.architectures.vocabulary import SIZES, curve  # noqa: E402
 from trainer.data.responses import RESPONSES, read_samples  # noqa: E402
+from trainer.progress import exit_status  # noqa: E402
 from trainer.training.build import count_tokens  # noqa: E402
 
 SHARES = (0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 1.0)
@@ -89,4 +90,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main, goes_on=False))

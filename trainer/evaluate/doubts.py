@@ -128,7 +128,7 @@ def _of_measuring(train: dict) -> Iterator[str]:
                "estimate, and the weights are those of the last step.")
     elif not record["gates"]:
         yield ("Acceptance while training was measured on a single held-out prompt, of which no gate can "
-               "judge a gap to training's own estimate; hold out more (prompts.heldout, train.acceptance.prompts).")
+               "judge a gap to training's own estimate; hold out more (prompts.heldout).")
 
 
 def left_out(finished: dict[str, dict]) -> list[str]:

@@ -39,4 +39,4 @@ def test_other_bytes_need_another_number(tmp_path: Path, storage: str) -> None:
     for name, content in contents(tmp_path).items():
         found.update(f"{name} {len(content)}\n".encode() + content)
     assert found.hexdigest() == PINNED[FORMAT][storage], \
-        "what is written has changed: raise FORMAT in trainer/hidden_states/base.py and pin the new bytes here"
+        "what is written has changed: raise FORMAT in trainer/hidden_states/base.py and pin its bytes here"

@@ -159,6 +159,11 @@ CHECKED = {  # what is set, and a part of what is told
     "layers beyond the target's": ("target.tap_layers=[1,7]", "tap_layers [1, 7] must lie between"),
     "groups that do not divide": ("drafter=dflash2 export.default_k=3 drafter.conv_group_size=7",
                                   "must divide the hidden"),
+    "a convolution longer than a block": ("drafter=dflash2 export.default_k=3 drafter.conv_kernel_size=9",
+                                          "conv_kernel_size (command line): must be at most block_size=4"),
+    "a start for a drafter that knows none": (
+        "drafter=eagle3 drafter.start_from=x", "error: drafter.start_from (command line): unknown key; it "
+        "belongs to drafter=dflash, dflash2, dspark, and not to drafter=eagle3\n"),
     "more candidates than tokens": ("drafter=dflash2 export.default_k=3 drafter.selector_top_k=999",
                                     "must be at most"),
 }

@@ -133,6 +133,8 @@ def test_a_partial_node_has_what_its_reader_does_not_give() -> None:
     missing = f"is missing; {HERE}.Late needs it"
     assert judge({"a": node("Reads", make=late)}) == [f"a.make.name (configuration): {missing}"]
     assert judge({"a": node("Reads", make=late | {"name": "x"})}) == []
+    assert judge({"a": node("Reads", make=late | {"name": "x", "zzz": 1})}) == [
+        "a.make.zzz (configuration): unknown key; a.make takes free, name, threads"], "none that is given"
     settings = {"late": late, "a": node("Reads", make=late), "b": node("Reads", make=late)}
     raw = {"late": late, "a": node("Reads", make="${late}"), "b": node("Reads", make="${late}")}
     assert judge(settings, raw) == [f"late.name (configuration): {missing}"], "told once, where it stands"

@@ -226,7 +226,7 @@ TYPOS = {
               "prompts, recipe_name, report, run, run_root, seed, train",
     "foo=1": "foo (command line): unknown key; the configuration takes drafter, hardware, prompts, recipe, "
              "recipe_name, report, run, run_root, seed, train",
-    "drafter.foo=1": "drafter.foo (command line): unknown key; drafter takes block_size, kernel, target",
+    "drafter.foo=1": "drafter.foo (command line): unknown key; drafter takes block_size, kernel",
     "drafter.target=x": "drafter.target (command line): unknown key; drafter can take it but does not set "
                         "it: write +drafter.target=...",
     "recipe=frist": "recipe (command line): there is no 'frist'; choices: first, second",
@@ -343,7 +343,8 @@ def test_another_option_does_without_what_a_recipe_sets_for_the_first(toy: Path,
     assert not capfd.readouterr().err, "what the new option takes is kept"
     assert quick(toy, "recipe=tuned", "prompts=fixed", "prompts.sampling.seed=1") == 2
     assert capfd.readouterr().err.splitlines()[1:] == [
-        "error: prompts.sampling.seed (command line): unknown key; prompts takes count"]
+        "error: prompts.sampling.seed (command line): unknown key; it belongs to prompts=few, and not to "
+        "prompts=fixed"]
 
 
 def test_a_mistake_in_an_option_is_blamed_on_its_file(toy: Path, capfd: pytest.CaptureFixture) -> None:

@@ -171,3 +171,17 @@ def test_a_package_imports_relative_to_itself() -> None:
     assert breaches("from .base import TargetEngine", "engines", is_package=True, known=KNOWN) == []
     source = "from .vllm_server import X\nfrom ..pipeline import Stage"
     assert breaches(source, "engines", is_package=True, known=KNOWN) == ["pipeline"]
+
+
+@pytest.mark.parametrize("name", [path.stem for path in (PACKAGE.parent / "conf/drafter").glob("*.yaml")])
+def test_the_readme_s_table_and_the_help_name_every_drafter(name: str) -> None:
+    from trainer._paths import description, find
+
+    text = (PACKAGE.parent / "README.md").read_text(encoding="utf-8").partition("\n## Drafters\n")[2]
+    rows = [line for line in text.partition("\n## ")[0].splitlines() if line.startswith("|")]
+    assert any(row.startswith(f"| `{name}` |") for row in rows), \
+        f"conf/drafter/{name}.yaml has no row in README.md's table of Drafters"
+    said = description(PACKAGE.parent / f"conf/drafter/{name}.yaml")
+    assert said, f"conf/drafter/{name}.yaml does not begin with a comment, which --help shows"
+    shown = " ".join(find().listing([], {"drafter": "dflash"}).partition("\ndrafters ")[2].split())
+    assert f" {said}" in shown and f" {name}" in shown

@@ -55,6 +55,7 @@ from trainer.hidden_states.reader import ShardReader  # noqa: E402
 from trainer.hidden_states.shards import GIB, shard_path  # noqa: E402
 from trainer.hidden_states.writer import ShardWriter  # noqa: E402
 from trainer.pipeline import Stage, build  # noqa: E402
+from trainer.progress import exit_status  # noqa: E402
 from trainer.records import HiddenStates, Sample, Sampling  # noqa: E402
 
 Arm = Callable[[], None]
@@ -291,11 +292,7 @@ def main() -> int:
         each.add_argument("--json", type=Path, help="write the figures there")
         each.add_argument("--assert", action="store_true", dest="strict", help="fail when a goal is missed")
     options = parser.parse_args()
-    try:
-        found = options.measure(options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    found = options.measure(options)
     show(found)
     if options.json:
         options.json.write_text(json.dumps({**found, "machine": machine(options)}, indent=1) + "\n")
@@ -303,4 +300,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main, goes_on=True))

@@ -25,6 +25,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from trainer.progress import exit_status  # noqa: E402
+
 RECIPES = ("dflash_smollm2", "dflash2_smollm2", "dspark_smollm2", "eagle3_smollm2")
 EQUAL = {"target": "the target", "responses": "the answers that were learnt from", "steps": "train.steps",
          "tokens": "the tokens that were trained on", "prompts": "the prompts that were decoded",
@@ -131,4 +135,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main, goes_on=True))

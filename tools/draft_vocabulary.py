@@ -6,7 +6,8 @@
 Takes a folder with `responses.jsonl`, or a run root, whose newest answers are taken. Only supervised training
 tokens count, the most frequent come first; special tokens, which every draft vocabulary has, are not added
 here. A token outside `drafter.draft_vocab_size` can never be drafted, one that is never said is work for
-nothing. Exit status: 0, or 1 when there are no answers to count.
+nothing. Sizes beyond the target's vocabulary are left out, where the answers' record knows it. Exit status:
+0, or 1 when there are no answers to count.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from rich.table import Table  # noqa: E402
 
 from trainer.architectures.vocabulary import SIZES, curve  # noqa: E402
 from trainer.data.responses import RESPONSES, read_samples  # noqa: E402
+from trainer.progress import exit_status  # noqa: E402
 from trainer.training.build import count_tokens  # noqa: E402
 
 SHARES = (0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 1.0)
@@ -40,8 +42,15 @@ def answers(folder: Path) -> Path:
     return folder
 
 
-def by_size(counts: torch.Tensor, chosen: list[int]) -> Table:
-    sizes = sorted({*SMALLER, *SIZES, *chosen})
+def vocabulary(folder: Path) -> float:
+    """How many tokens the target has that gave the answers; infinity where their record does not say."""
+    path = folder / "stage.json"
+    record = json.loads(path.read_text())["record"] if path.is_file() else {}
+    return record.get("vocabulary", float("inf"))
+
+
+def by_size(counts: torch.Tensor, chosen: list[int], largest: float) -> Table:
+    sizes = sorted(size for size in {*SMALLER, *SIZES, *chosen} if size <= largest)
     distinct = int((counts > 0).sum())
     shares = dict.fromkeys(sizes, 1.0) | curve(counts, sizes)
     table = Table("drafter.draft_vocab_size", title="by size", title_justify="left")
@@ -84,9 +93,10 @@ def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 110, markup=False)
     console.print(f"{folder}: {int(counts.sum()):,} supervised tokens in {len(samples):,} samples, "
                   f"{int((counts > 0).sum()):,} distinct", soft_wrap=True)
-    console.print(by_size(counts, [size for size in options.size if size > 0]), by_share(counts))
+    console.print(by_size(counts, [size for size in options.size if size > 0], vocabulary(folder)),
+                  by_share(counts))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main, goes_on=False))

@@ -56,7 +56,7 @@ class Environment:
     name: str
     folder: Path
     pins: Path
-    gigabytes: float  # disk that making it takes, pip's own needs included, measured with torch for CPU
+    gigabytes: float  # disk that making it takes: what is installed and the largest wheel, with torch for CPU
     project: Path | None  # installed editable
     complaints: str  # what `pip check` may say about packages that are left out on purpose
     trial: str  # code that must run in the finished environment

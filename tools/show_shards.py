@@ -26,6 +26,7 @@ from trainer.hidden_states.codec import Codec  # noqa: E402
 from trainer.hidden_states.index import Index  # noqa: E402
 from trainer.hidden_states.reader import ShardReader  # noqa: E402
 from trainer.hidden_states.shards import shard_numbers, shard_path  # noqa: E402
+from trainer.progress import exit_status  # noqa: E402
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -139,4 +140,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main, goes_on=False))

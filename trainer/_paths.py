@@ -46,7 +46,7 @@ class Choices:
         return file.relative_to(root).as_posix() if file.is_relative_to(root) else str(file)
 
     def listing(self, stages: list[str], defaults: dict[str, str]) -> str:
-        """The stages, groups and recipes as `--help` shows them, each with its description."""
+        """The stages, groups, drafters and recipes as `--help` shows them, each with its description."""
         groups = self.groups()
         lines = ["stages, in order"]
         for stage in stages:
@@ -56,9 +56,10 @@ class Choices:
         for group, options in groups.items():
             names = [f"{option}*" if option == defaults.get(group) else option for option in options]
             lines += _entry(group, ", ".join(names)) if group != "recipe" else []
-        lines += ["", "recipes (* default)"]
-        for name, file in groups.get("recipe", {}).items():
-            lines += _entry(f"{name}*" if name == defaults.get("recipe") else name, description(file))
+        for group in ("drafter", "recipe"):
+            lines += ["", f"{group}s (* default)"] if group in groups else []
+            for name, file in groups.get(group, {}).items():
+                lines += _entry(f"{name}*" if name == defaults.get(group) else name, description(file))
         return "\n".join(lines)
 
 

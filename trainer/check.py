@@ -68,7 +68,8 @@ def unknown_arguments(given: dict[str, Any], raw: dict[str, Any], groups: Collec
         elif not isinstance(found, dict):
             problems[key] = f"{parent} is the value {found!r} and has no keys"
         else:
-            siblings = {*map(str, found), *(() if parent else groups), *_arguments_of(found)} - {"**"}
+            siblings = {*map(str, found), *(() if parent else groups),
+                        *_arguments_of(found, settings=True)} - {"**"}
             special = name.startswith("_")
             problems[key] = unknown(f"{parent}.{name}".lstrip("."), [each for each in siblings if special
                                                                      or not each.startswith("_")], raw, below)
@@ -89,14 +90,22 @@ def takes(node: dict[str, Any], name: str) -> bool:
     return name in (known := _arguments_of(node)) or "**" in known
 
 
-def _arguments_of(node: dict[str, Any]) -> set[str]:
-    """Names of the arguments that the node's target takes, "**" for any; none where it cannot be found."""
+def _arguments_of(node: dict[str, Any], settings: bool = False) -> set[str]:
+    """Names of the arguments that the node's target takes, "**" for any; none where it cannot be found. With
+    `settings` those are left out that a reader hands over."""
     try:
         found = parameters_of(locate(str(node["_target_"]))) if "_target_" in node else None
     except UserError:
         return set()  # told at the node itself
-    return {"**" if each.kind is each.VAR_KEYWORD else name for name, each in (found or {}).items()
-            if each.kind is not each.VAR_POSITIONAL}
+    names = {"**" if each.kind is each.VAR_KEYWORD else name for name, each in (found or {}).items()
+             if each.kind is not each.VAR_POSITIONAL}
+    return names - _handed_over(node, found or {}) if settings else names
+
+
+def _handed_over(node: dict[str, Any], parameters: dict[str, inspect.Parameter]) -> set[str]:
+    """The arguments that a `_partial_` node leaves to its reader, which are no settings."""
+    return {name for name, each in parameters.items() if node.get("_partial_") is True
+            and name not in node and each.default is each.empty and each.kind is not each.VAR_KEYWORD}
 
 
 class _Checker:
@@ -175,7 +184,8 @@ class _Checker:
                 self.typed(f"{key}.{name}", node[name], named[name].annotation, node.get("_recursive_", True))
                 self.waiting(f"{key}.{name}", node[name], named[name].annotation)
             elif inspect.Parameter.VAR_KEYWORD not in kinds:
-                siblings = [*named, *SPECIAL] if name.startswith("_") else list(named)
+                settings = named.keys() - _handed_over(node, named)
+                siblings = {*settings, *SPECIAL} if name.startswith("_") else settings
                 self.add(f"{key}.{name}", unknown(f"{key}.{name}", siblings, self.raw))
         if not node.get("_partial_", False):
             self.complete(key, node, parameters)

@@ -54,6 +54,7 @@ def compose_configuration(arguments: list[str], choices: Choices) -> Configurati
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_explained(error, files, groups)) from error
     merged = [each.config_path for each in order if each.config_path in files]
+    unknown_ones |= {key: text for key in unknown_ones if (text := _of_others(key, base, files, merged))}
     recipes = [each.config_path.removeprefix("recipe/") for each in order
                if each.parent == "config" and str(each.config_path).startswith("recipe/")]
     if recipes and composed.get("recipe_name", "") is None:
@@ -97,6 +98,19 @@ def _without_strangers(files: dict[str, Source],
                 notes.append(f"{files[name].shown} sets {', '.join(left)} for {old.replace('/', '=')}, which "
                              f"{new.replace('/', '=')} cannot take and does without")
     return files, tuple(notes)
+
+
+def _of_others(key: str, base: dict[str, Any], files: dict[str, Source], merged: list[str]) -> str:
+    """What to say of an unknown key that other options of its group have and this one cannot take; "" where
+    that is not so."""
+    (group, _, rest), (parent, _, name) = key.partition("."), key.rpartition(".")
+    if isinstance(node := at(base, parent), dict) and takes(node, name):
+        return ""
+    own = next((name for name in merged if name.startswith(f"{group}/")), "")
+    others = [name.rpartition("/")[2] for name, file in files.items() if name.startswith(f"{group}/")
+              and rest and at(file.content, rest) is not NOTHING]
+    return f"unknown key; it belongs to {group}={', '.join(others)}, and not to {own.replace('/', '=')}" \
+        if others and own else ""
 
 
 def _taken(given: dict[str, Any], node: dict[str, Any], key: str) -> tuple[dict[str, Any], list[str]]:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -70,6 +70,16 @@ def lasting_output(goes_on: bool) -> Iterator[None]:
             yield
         finally:
             sys.stdout.flush()
+
+
+def exit_status(tool: Callable[[], int], goes_on: bool) -> int:
+    """What a tool for people ends with; 2 for a `UserError`, which is told in a line."""
+    try:
+        with lasting_output(goes_on):
+            return tool()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
 
 class Progress:

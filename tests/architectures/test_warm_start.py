@@ -145,13 +145,27 @@ def test_its_weights_are_part_of_the_fingerprint(tiny_target: Target, given: Any
 
 def test_a_folder_that_is_none_is_said(tiny_target: Target, tmp_path: Path) -> None:
     make = make_small("dflash", start_from=str(tmp_path))
-    with pytest.raises(UserError, match=f"drafter.start_from={tmp_path} is no folder of an exported drafter"):
-        start_facts(make)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match="config.json of drafter.start_from cannot be read"):
-        require_start(make, tiny_target)
+    said = set()
     for use in (start_facts, partial(require_start, target=tiny_target)):
+        with pytest.raises(UserError, match=f"={tmp_path} is no folder of an exported drafter") as raised:
+            use(make)
+        said.add(str(raised.value))
         assert not use(make_small("dflash"))
+    assert len(said) == 1, "one mistake, one sentence, whoever finds it first"
+
+
+@pytest.mark.parametrize(("config", "weights", "said"), [
+    ("{", b"", "config.json of drafter.start_from cannot be read"),
+    ("[]", b"", r"its config.json is not that of a block drafter \('list' object .*; give that of one"),
+    ('{"transformer_layer_config": []}', b"", "its config.json is not that of a block drafter"),
+    ("{}", b"", r"its config.json is not that of a block drafter \(it has no target_layer_ids\)"),
+    (None, b"torn", "model.safetensors of drafter.start_from cannot be read")])
+def test_a_folder_that_is_spoilt_is_said_before_a_run(tiny_target: Target, folder: str, tmp_path: Path,
+                                                      config: str | None, weights: bytes, said: str) -> None:
+    (tmp_path / "config.json").write_text(config or (Path(folder) / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    with pytest.raises(UserError, match=said):
+        require_start(make_small("dflash", start_from=str(tmp_path)), tiny_target)
 
 
 def test_what_was_trained_needs_the_folder_no_more(tiny_target: Target) -> None:

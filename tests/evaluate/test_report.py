@@ -348,6 +348,19 @@ def test_what_training_noticed_is_told() -> None:
     assert of_training({"train": {"record": sound}}) == of_training({}) == []
 
 
+def test_acceptance_that_was_not_measured_while_training_leaves_a_trace() -> None:
+    def told(every: int | None, **record: object) -> list[str]:
+        return of_training({"train": {"settings": {"acceptance": {"every": every}}, "record": record}})
+
+    gate = {"measured_acceptance_gap": {"passed": True}}
+    assert told(160, accepted_length=1.5, gates=gate) == []
+    for found, why in ((told(None, gates={}), "not measured .*, as train.acceptance.every is null: no gate"),
+                       (told(160, gates={}), r"not measured .*, as no held-out sample .*prompts\.heldout"),
+                       (told(160, accepted_length=1.5, gates={}), "on a single held-out prompt, of which")):
+        [line] = found
+        assert re.search(why, line)
+
+
 @pytest.mark.parametrize("package", ["matplotlib", "jinja2"])
 def test_missing_extra_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     make_report().preflight()

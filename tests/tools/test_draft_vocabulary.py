@@ -57,6 +57,9 @@ def test_it_counts_supervised_training_tokens_alone(call: Any, tmp_path: Path) -
         assert found["2,048"] == ["100.00%", "0.00", "547"]
         assert found["8,192"][2] == "6,691"
         assert found["90.0%"] == ["1,201"] and found["100.0%"] == ["1,501"]
+    (folder / "stage.json").write_text(json.dumps({"record": {"vocabulary": 2048}}))
+    found = cells(call(folder, "--size", "2049")[1])
+    assert "2,048" in found and not {"2,049", "4,096", "8,192"} & found.keys(), "the target has no more"
 
 
 def test_no_answers_are_one_sentence(call: Any, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -128,3 +129,19 @@ def test_help_says_what_it_does() -> None:
     done = call("--help")
     assert done.returncode == 0 and "--verify" in done.stdout and "Exit status" in done.stdout
     assert call().returncode == 2
+
+
+@pytest.mark.parametrize(("where", "code", "said"), [
+    ("| true", 0, ""), ("> /dev/full", 2, "error: the output cannot be written (No space left on device)")])
+def test_nobody_reads_or_can_take_the_output(folder: Path, where: str, code: int, said: str) -> None:
+    line = f"{shlex.join([sys.executable, str(TOOL), str(folder)])} {where}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False,
+                          env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == code and len(done.stderr.splitlines()) <= 1 and said in done.stderr, done.stderr
+
+
+def test_every_tool_lives_on_without_its_output() -> None:
+    commands = [path for path in TOOL.parent.glob("*.py") if "__main__" in path.read_text()]
+    assert len(commands) >= 6
+    lasting = re.compile(r"^    (sys\.exit\(exit_status\(main, goes_on=|with lasting_output\()", re.MULTILINE)
+    assert not [path.name for path in commands if not lasting.search(path.read_text())]

@@ -112,6 +112,13 @@ class DFlash2(BlockDrafter):
                 nn.init.zeros_(conv.kernel_projection.weight)
 
     @classmethod
+    def check(cls, **settings: Any) -> dict[str, str]:
+        size, taps = settings["block_size"], settings["conv_kernel_size"]
+        return super().check(**settings) | ({} if taps <= size else {
+            "conv_kernel_size": f"must be at most block_size={size}, as nothing lies before a block's first "
+                                f"slot, but is {taps}"})
+
+    @classmethod
     def fits(cls, config: dict[str, Any], special_ids: Sequence[int], device: str | None,
              **settings: Any) -> dict[str, str]:
         require_plain_logits(config, "the selector's scores")

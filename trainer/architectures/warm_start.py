@@ -30,8 +30,9 @@ def difference(given: dict[str, Any], own: dict[str, Any], taps: Sequence[int],
     `own`, these tapped layers and this mask token; None when its tensors mean the same here."""
     try:
         found = facts(given)
-    except (KeyError, TypeError, ValueError) as error:
-        return f"its config.json is not that of a block drafter ({type(error).__name__}: {error})"
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        reason = f"it has no {error.args[0]}" if isinstance(error, KeyError) else str(error)
+        return f"its config.json is not that of a block drafter ({reason}); give that of one (dflash, ...)"
     expected = {**{key: own[key] for key in SHARED}, "tap_layers": list(taps), "mask_token_id": mask_token_id,
                 "num_hidden_layers": own["num_hidden_layers"], "intermediate_size": own["intermediate_size"]}
     for key in (*REMEDIES, *SHARED):  # as many layers before the kinds of layers

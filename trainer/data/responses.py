@@ -117,7 +117,7 @@ class Regenerate(Stage):
                     writer.append(rows)
                     tokens = sum(len(row["tokens"]) for row in rows)
                     bar.advance(len(rows), **{"tokens/s": tokens / max(seconds, 1e-6)})
-        return {**describe(list(writer.rows.values()), chat, sorted(dropped)),
+        return {**describe(list(writer.rows.values()), self.target, sorted(dropped)),
                 "turns_without_room": total - len(writer.rows)}
 
     def _too_long(self, chat: Chat, prompts: list[Split]) -> set[str]:
@@ -229,7 +229,7 @@ class AsGiven(Stage):
             raise UserError(f"all {len(dropped)} conversations are longer than responses.max_length="
                             f"{self.max_length}; raise target.max_length, which sets it")
         (out / RESPONSES).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return describe(rows, chat, dropped)
+        return describe(rows, self.target, dropped)
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ class Stored(Stage):
         print(f"responses: taken from {self._file()} with its own split; prompts.* decides only what "
               "evaluate asks", flush=True)
         shutil.copyfile(self._file(), out / RESPONSES)
-        return describe([*read_rows(out)], Chat.of(self.target), [])
+        return describe([*read_rows(out)], self.target, [])
 
     def longest(self, prompts: Sequence[Split]) -> list[Length]:
         """The stored answers, exactly, whatever the prompts."""
@@ -277,7 +277,7 @@ def messages_of(prompt: Prompt, answers: list[str]) -> list[dict[str, str]]:
     return messages
 
 
-def describe(rows: list[Row], chat: Chat, dropped: list[str]) -> dict[str, Any]:
+def describe(rows: list[Row], target: Target, dropped: list[str]) -> dict[str, Any]:
     """The numbers of the stage's record; prints the supervised share and one row; refuses rows of which
     nothing can be learnt."""
     cut = [row["id"] for row in rows if row["finish_reason"] == "length"]
@@ -290,11 +290,11 @@ def describe(rows: list[Row], chat: Chat, dropped: list[str]) -> dict[str, Any]:
     if not supervised or len(empty) == len(rows):
         raise UserError(f"of the {tokens} tokens in {len(rows)} rows {supervised} are supervised, and none "
                         "of them is more than the end of an answer: the template of "
-                        f"{chat.tokenizer.name_or_path} hides the answers, or the target gives none")
-    nothing = set(empty)
+                        f"{target.tokenizer.name_or_path} hides the answers, or the target gives none")
+    nothing, tokenizer = set(empty), target.tokenizer
     shown = next(row for row in rows if row["id"] not in nothing)
     rich_print(Text.assemble((f"{shown['id']}, supervised tokens in ", "dim"), ("green", "bold green"), ":\n",
-                             coloured(chat.tokenizer, shown["prompt"] + shown["tokens"], masks[shown["id"]])))
+                             coloured(tokenizer, shown["prompt"] + shown["tokens"], masks[shown["id"]])))
     remarks = {"reached the limit of tokens": cut, "are empty": empty, "were too long and left out": dropped}
     print(f"supervised: {supervised} of {tokens} tokens ({supervised / tokens:.1%}) in {len(rows)} rows"
           + "".join(f"; {len(found)} {what}" for what, found in remarks.items() if found))
@@ -304,4 +304,5 @@ def describe(rows: list[Row], chat: Chat, dropped: list[str]) -> dict[str, Any]:
             "dropped": len(dropped), "dropped_ids": dropped[:20],
             "splits": dict(Counter(row["split"] for row in rows)),
             "categories": dict(Counter(row["category"] for row in rows)),
-            "mean_answer_tokens": round(supervised / len(rows), 1)}
+            "mean_answer_tokens": round(supervised / len(rows), 1),
+            "vocabulary": target.config["vocab_size"]}

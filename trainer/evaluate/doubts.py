@@ -98,7 +98,7 @@ class Doubts:
 def of_training(finished: dict[str, dict]) -> list[str]:
     """What the train stage noticed of its drafter."""
     record = finished.get("train", {}).get("record", {})
-    found, last = [], record.get("final", {})
+    found, last = [*_of_measuring(finished.get("train", {}))], record.get("final", {})
     if unmoved := record.get("unmoved"):
         found.append(f"{len(unmoved)} trained tensors have not moved in {record['steps']} steps of training "
                      f"({', '.join(unmoved[:5])}); no gradient reaches them.")
@@ -114,6 +114,21 @@ def of_training(finished: dict[str, dict]) -> list[str]:
                      f"length is {last['train_walk']:.2f} on those and {last['heldout_walk']:.2f} on others; "
                      "give more prompts (prompts.limit), or fewer epochs (train.epochs).")
     return found
+
+
+def _of_measuring(train: dict) -> Iterator[str]:
+    """Why nothing says whether the drafter was served as trained while it was trained."""
+    if "acceptance" not in train.get("settings", {}):
+        return
+    record, never = train["record"], train["settings"]["acceptance"]["every"] is None
+    if "accepted_length" not in record:
+        why = "as train.acceptance.every is null" if never else \
+            "as no held-out sample leaves room for an answer (prompts.heldout, target.max_length)"
+        yield (f"Acceptance was not measured while training, {why}: no gate compared it with training's own "
+               "estimate, and the weights are those of the last step.")
+    elif not record["gates"]:
+        yield ("Acceptance while training was measured on a single held-out prompt, of which no gate can "
+               "judge a gap to training's own estimate; hold out more (prompts.heldout).")
 
 
 def left_out(finished: dict[str, dict]) -> list[str]:

@@ -89,21 +89,27 @@ def initial_folder(make: MakeDrafter) -> Path | None:
 
 def start_facts(make: MakeDrafter) -> dict[str, Any]:
     """For the fingerprint: checksums of the drafter that training begins with; nothing without one."""
-    folder = initial_folder(make)
+    folder = _found_folder(make)
     if folder is None:
         return {}
-    if not (folder / "config.json").is_file() or not list(folder.glob("*.safetensors")):
-        raise UserError(f"drafter.start_from={folder} is no folder of an exported drafter: it has no "
-                        "config.json, or no *.safetensors; give the folder speculators/ or native/ of a "
-                        "finished stage export, or null")
     sums = _folders.sums(folder)
     return {"start_from": {name: each["xxh3_64"] for name, each in sums.items()
                            if name == "config.json" or name.endswith(".safetensors")}}
 
 
+def _found_folder(make: MakeDrafter) -> Path | None:
+    """The folder of `initial_folder`, which has a drafter's files."""
+    folder = initial_folder(make)
+    if folder and not ((folder / "config.json").is_file() and list(folder.glob("*.safetensors"))):
+        raise UserError(f"drafter.start_from={folder} is no folder of an exported drafter: it has no "
+                        "config.json, or no *.safetensors; give the folder speculators/ or native/ of a "
+                        "finished stage export, or null")
+    return folder
+
+
 def require_start(make: MakeDrafter, target: Target) -> None:
     """Raises unless the drafter can begin with that in its `start_from`, where that is set."""
-    folder = initial_folder(make)
+    folder = _found_folder(make)
     if folder is None:
         return
     try:
@@ -114,6 +120,7 @@ def require_start(make: MakeDrafter, target: Target) -> None:
     problem = make.func.start_problem(given, target.config, target.mask_token_id, **make.keywords)
     if problem is not None:
         raise UserError(f"drafter.start_from={folder} cannot be begun with: {problem}")
+    _weights(folder)
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:

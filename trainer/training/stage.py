@@ -161,17 +161,12 @@ class Train(Stage):
         steps = self._steps(rows)
         optimizer = self.optimizer(params=drafter.parameters())
         watched = monitors.Monitors(drafter)
-        saved = checkpoint.newest(out / "checkpoints")
-        position = {"step": 0, "tokens": 0, "seconds": 0.0, "sums": {}, "log": [], "best": None, "gates": {}}
-        if saved:
-            position |= checkpoint.load(saved, drafter, optimizer)
-            print(f"train: going on after step {position['step']} of {steps}")
+        position = _position(out / "checkpoints", drafter, optimizer, steps)
         accepted = Measurements(self.acceptance, drafter, self.target, self.acceptance.usable(heldout),
                                 self.acceptance.usable(samples), source.get, out / "measured",
                                 position["best"], position["gates"])
-        log = Log(out / "log.jsonl", position["log"], self.runtime.wandb_project)
+        log, watch = Log(out / "log.jsonl", position["log"], self.runtime.wandb_project), Watch(position)
         pace = Pace(steps, self.accumulate, self.warmup, self.floor, self.clip, self.precision)
-        watch = Watch(position)
         sums: dict[str, tuple[float, float]] = position["sums"]  # since the last line of the log
         step, told = position["step"], True  # `told`: all that is due after this step was done
 
@@ -181,11 +176,7 @@ class Train(Stage):
                              "log": log.lines, "best": accepted.best, "gates": accepted.gates},
                             self.runtime.keep_checkpoints)
 
-        with source.in_use():
-            accepted.begin(step, steps)
-        if self.compile and step < steps:
-            print("train: compiling the drafter in the first step, half a minute or more without a word",
-                  flush=True)
+        self._begin(accepted, source, step, steps)
         with Progress("train", total=steps, unit="steps", start=step, warm_up=True) as bar, \
                 closing(Prefetch(rows.row, source.ahead, steps * self.accumulate)) as ready, source.in_use():
             try:
@@ -218,6 +209,13 @@ class Train(Stage):
         return {"steps": steps, "tokens": watch.tokens, "train_seconds": round(watch.seconds, 1), **best,
                 **monitors.record(log.lines), "gates": accepted.gates, "final": log.lines[-1]}
 
+    def _begin(self, accepted: Measurements, source: HiddenStateSource, step: int, steps: int) -> None:
+        with source.in_use():
+            accepted.begin(step, steps)
+        if self.compile and step < steps:
+            print("train: compiling the drafter in the first step, half a minute or more without a word",
+                  flush=True)
+
     def _steps(self, rows: Rows) -> int:
         steps = rows.count(self.epochs) // self.accumulate if self.steps is None else self.steps
         if not steps:
@@ -241,6 +239,15 @@ class Train(Stage):
                 add(totals, forward(drafter, ready.get(number), self.precision))
         drafter.train()
         return _named(means(totals), loss="heldout_loss", accepted_length="heldout_estimate")
+
+
+def _position(root: Path, drafter: Drafter, optimizer: torch.optim.Optimizer, steps: int) -> dict[str, Any]:
+    """Where the run stands: at its newest checkpoint, which is loaded, or at the beginning."""
+    position = {"step": 0, "tokens": 0, "seconds": 0.0, "sums": {}, "log": [], "best": None, "gates": {}}
+    if saved := checkpoint.newest(root):
+        position |= checkpoint.load(saved, drafter, optimizer)
+        print(f"train: going on after step {position['step']} of {steps}")
+    return position
 
 
 def _take_best(drafter: Drafter, accepted: Measurements, steps: int, root: Path) -> dict[str, Any]:

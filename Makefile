@@ -37,8 +37,8 @@ setup-trainer: python ## make only .venv, for instance where a GPU build of vLLM
 setup-vllm: python ## make only .venv-vllm
 	@$(SETUP) vllm
 
-demo: setup ## train, export, serve and measure a DFlash drafter for a small real target
-	$(TRAINER) -m trainer recipe=dflash_smollm2 $(ARGS)
+demo: setup ## train, export, serve and measure an EAGLE-3 drafter for a small real target
+	$(TRAINER) -m trainer recipe=eagle3_smollm2 $(ARGS)
 
 test: setup ## check the style, run the tests
 	$(TRAINER) -m ruff check .

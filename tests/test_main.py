@@ -512,7 +512,7 @@ def test_help_is_our_own_and_imports_nothing_heavy(toy: Path) -> None:
             "sys.exit(f'imported {heavy}' if heavy else code)")
     told = subprocess.run([sys.executable, "-c", code], env=environment(toy), text=True, capture_output=True)
     assert (told.returncode, told.stderr) == (0, "")
-    for text in ("usage: python -m trainer", "dflash_smollm2*", "hidden_states", "exit codes", "--cfg job"):
+    for text in ("usage: python -m trainer", "eagle3_smollm2*", "hidden_states", "exit codes", "--cfg job"):
         assert text in told.stdout
     assert max(map(len, told.stdout.splitlines())) <= 110
     listed = call(toy, "--help").stdout

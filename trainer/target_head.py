@@ -61,6 +61,8 @@ class TargetHead:
 OFFSET_NORMS = ("gemma", "qwen3_next", "qwen3_5")  # model types whose RMSNorm multiplies by (1 + weight),
 PLAIN_NORMS = ("gemma3n", "gemma4")  # and those of the same beginning whose RMSNorm does not
 
+FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
 
 def load_target_head(folder: Path, config: dict[str, Any]) -> TargetHead:
     """`config` is the (text) config of the target in `folder`."""
@@ -106,6 +108,20 @@ def read_tensors(folder: Path, wanted: Iterable[str]) -> dict[str, Tensor]:
         except (OSError, SafetensorError) as error:
             raise UserError(f"{names[name]} cannot be read ({error}); fetch it again") from error
     return tensors
+
+
+def tensor_shapes(folder: Path, wanted: Iterable[str]) -> dict[str, Tensor]:
+    """Size and dtype of the wanted tensors, without their values: on the device meta, of dtype uint8 where it
+    is none of the usual floating ones."""
+    from safetensors import safe_open
+
+    names, found = tensor_names(folder), {}
+    for name in wanted:
+        with safe_open(names[name], framework="pt") as file:
+            part = file.get_slice(name)
+            found[name] = torch.empty(part.get_shape(), device="meta",
+                                      dtype=FLOATS.get(part.get_dtype(), torch.uint8))
+    return found
 
 
 def _ending(names: dict[str, Path], ending: str, folder: Path, alternatives: tuple[str, ...] = ()) -> str:

@@ -72,6 +72,15 @@ def load_target_head(folder: Path, config: dict[str, Any]) -> TargetHead:
     heads = _with_ending(names, "lm_head.weight")
     head = heads[0] if heads else embedding
     tensors = read_tensors(folder, {embedding, norm, head})
+    tied = config.get("tie_word_embeddings")
+    if tied is False and not heads:
+        raise UserError(f"target folder {folder} has no lm_head.weight, and its config.json says "
+                        "tie_word_embeddings=false, so its head is missing; fetch the whole checkpoint, or "
+                        "say tie_word_embeddings=true where the embedding is the head")
+    if tied is True and not torch.equal(tensors[embedding], tensors[head]):
+        raise UserError(f"target folder {folder} has an lm_head.weight other than its embedding, and its "
+                        "config.json says tie_word_embeddings=true: a server would take the embedding; mend "
+                        "config.json, or fetch the checkpoint again")
     kind = str(config.get("model_type", ""))
     offset = 1.0 if kind.startswith(OFFSET_NORMS) and not kind.startswith(PLAIN_NORMS) else 0.0
     return TargetHead(tensors[embedding], tensors[norm], tensors[head], float(config["rms_norm_eps"]), offset,

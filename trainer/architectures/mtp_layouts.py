@@ -123,7 +123,7 @@ def layer_config(layout: Layout, config: Mapping[str, Any]) -> Any:
     kind = f"{kind}_text" if kind in ("qwen3_5", "qwen3_5_moe") else kind
     kept = {key: value for key, value in config.items() if key not in ("model_type", "architectures")}
     found = CONFIG_MAPPING[kind](**{**kept, **ONE_LAYER})
-    found._attn_implementation = "sdpa"
+    found._attn_implementation, found._experts_implementation = "sdpa", "eager"
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers import DeepseekV3Config as DeepseekV3
 from transformers import Glm4MoeConfig as Glm4Moe
@@ -41,14 +41,14 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], bool]] = {  # 
     "glm4_moe_lite": (Glm4MoeLite, LATENT, True),
     "deepseek_v3": (DeepseekV3, {**LATENT, "rope_parameters": YARN, "n_group": 2, "topk_group": 1,
                                  "routed_scaling_factor": 1.7}, True),
-    "qwen3_5": (Qwen3_5, GATED, True),
+    "two_modules": (DeepseekV3, LATENT, True), "qwen3_5": (Qwen3_5, GATED, True),
     "qwen3_5_moe": (Qwen3_5Moe, {**GATED, **SPARSE}, False),
     "qwen3_next": (Qwen3Next, {**GATED, **SPARSE}, True)}
-KEYS = {"deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}}  # of the published files
+KEYS = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # of DeepSeek's files
 
 
 def random_target(family: str, folder: Path) -> Target:
-    """The target with its module, whose tensors are in a file of their own, in an index."""
+    """The target with its modules, whose tensors are in a file of their own, in an index."""
     kind, sizes, apart = FAMILIES[family]
     torch.manual_seed(11)
     model = AutoModelForCausalLM.from_config(kind(**sizes), dtype=torch.float32)
@@ -58,16 +58,16 @@ def random_target(family: str, folder: Path) -> Target:
     model.save_pretrained(folder)
     byte_tokenizer(320).save_pretrained(folder)
     path = folder / "config.json"
-    config = json.loads(path.read_text()) | KEYS.get(family, {})
+    config = json.loads(path.read_text()) | (KEYS if kind is DeepseekV3 else {})
     layout = layout_of(config)
-    config[layout.count] = 1
+    config[layout.count] = 2 if family == "two_modules" else 1
     path.write_text(json.dumps(config))
-    module = Module(layout, config)
-    for tensor in module.state_dict().values():
+    modules = nn.ModuleList(Module(layout, config) for _ in range(config[layout.count]))
+    for tensor in modules.state_dict().values():
         spread(tensor)
-    own = module.state_dict()
+    own = modules.state_dict()
     save_file({layout.target_name(name, config): tensor.contiguous()
-               for name, tensor in (split(own) if apart else own).items()} | shared(family, config, model),
+               for name, tensor in (split(own) if apart else own).items()} | shared(config, model),
               folder / "mtp.safetensors", metadata={"format": "pt"})
     places = {}
     for file in ("model.safetensors", "mtp.safetensors"):
@@ -77,13 +77,12 @@ def random_target(family: str, folder: Path) -> Target:
     return Target(family, Folder(str(folder)), "<|mask|>", [config["num_hidden_layers"]], {}, 256, False)
 
 
-def shared(family: str, config: dict[str, Any], model: Any) -> dict[str, Tensor]:
-    """The copies of embedding and head that DeepSeek's and GLM's files have in the module."""
-    if not layout_of(config).prefix.startswith("model.layers"):
-        return {}
-    prefix = layout_of(config).tensor_prefix(config)
-    return {f"{prefix}embed_tokens.weight": model.get_input_embeddings().weight.detach().clone(),
-            f"{prefix}shared_head.head.weight": model.lm_head.weight.detach().clone()}
+def shared(config: dict[str, Any], model: Any) -> dict[str, Tensor]:
+    """The copies of embedding and head that DeepSeek's and GLM's files have in each module."""
+    prefixes = [prefix for prefix in layout_of(config).prefixes(config) if prefix.startswith("model.layers")]
+    copies = {"embed_tokens.weight": model.get_input_embeddings(), "shared_head.head.weight": model.lm_head}
+    return {prefix + name: part.weight.detach().clone()
+            for prefix in prefixes for name, part in copies.items()}
 
 
 @torch.no_grad()

@@ -77,7 +77,7 @@ def load_target_head(folder: Path, config: dict[str, Any]) -> TargetHead:
         raise UserError(f"target folder {folder} has no lm_head.weight, and its config.json says "
                         "tie_word_embeddings=false, so its head is missing; fetch the whole checkpoint, or "
                         "say tie_word_embeddings=true where the embedding is the head")
-    if tied is True and not torch.equal(tensors[embedding], tensors[head]):
+    if tied is True and heads and not torch.equal(tensors[embedding], tensors[head]):
         raise UserError(f"target folder {folder} has an lm_head.weight other than its embedding, and its "
                         "config.json says tie_word_embeddings=true: a server would take the embedding; mend "
                         "config.json, or fetch the checkpoint again")

@@ -123,10 +123,10 @@ def test_a_copy_of_the_last_layer_is_begun_with(target: Target) -> None:
     head = load_target_head(target.folder, target.config)
     with safe_open(target.folder / "model.safetensors", framework="pt") as file:
         for part in ("self_attn.q_proj.weight", "mlp.down_proj.weight", "input_layernorm.weight"):
-            found = drafter.module.block.get_parameter(part)
+            found = drafter.heads[0].block.get_parameter(part)
             assert torch.equal(found, file.get_tensor(f"model.layers.2.{part}"))
     assert torch.equal(drafter.norm.weight, head.norm)
-    assert not drafter.module.block.self_attn.q_proj.bias.any()
+    assert not drafter.heads[0].block.self_attn.q_proj.bias.any()
 
 
 WRONG = {
@@ -141,7 +141,8 @@ WRONG = {
     "quantised": ({"quantization_config": {"quant_method": "fp8"}}, {},
                   r"weights are quantised \(quantization_config in its config.json: fp8\)"),
     "another family": ({"model_type": "glm4_moe"}, {}, "drafter.start=random must be own: only a Llama or"),
-    "several layers": ({"num_nextn_predict_layers": 3}, {"start": "own"}, "has 3 MTP layers")}
+    "too many steps": ({"model_type": "glm4_moe", "num_nextn_predict_layers": 3}, {"start": "own"},
+                       "drafter.steps=4 must be at most 3, the target's MTP modules")}
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -153,9 +154,9 @@ def test_targets_that_it_cannot_be_trained_for(case: str, target: Target, tmp_pa
 
 
 @pytest.mark.parametrize(("damage", "text"), [
-    ("missing", r"1 differ \(input_proj.weight: expected \[64, 128\], found none\)"),
-    ("another size", r"1 differ \(input_proj.weight: expected \[64, 128\], found \[64, 96\]\)"),
-    ("eight bits", r"is quantised \(input_proj.weight is torch")])
+    ("missing", r"1 differ \(0.input_proj.weight: expected \[64, 128\], found none\)"),
+    ("another size", r"1 differ \(0.input_proj.weight: expected \[64, 128\], found \[64, 96\]\)"),
+    ("eight bits", r"is quantised \(0.input_proj.weight is torch")])
 def test_a_module_that_is_not_what_the_config_promises(target: Target, tmp_path: Path, damage: str,
                                                        text: str) -> None:
     def spoil(tensors: dict[str, torch.Tensor]) -> None:

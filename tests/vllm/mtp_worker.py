@@ -97,7 +97,10 @@ def handed_over(config: VllmConfig, tokens: Tensor) -> Tensor:
 
 
 def draft(config: VllmConfig, model: nn.Module, tokens: Tensor, states: Tensor) -> Tensor:
-    """Logits [K, vocabulary] of the server's first draft; the last of `tokens` is the anchor."""
+    """Logits [K, vocabulary] of the server's first draft; the last of `tokens` is the anchor. With a single
+    module as Model Runner V1 walks, with several as V2 does, which is given no CPU here."""
+    if config.speculative_config.use_multi_module_mtp():
+        return cascade(config, model, tokens, states)
     cache, found = AnyCache(config), []
     ids, place = tokens[1:], torch.arange(len(states))
     for _ in range(config.speculative_config.num_speculative_tokens):
@@ -106,6 +109,19 @@ def draft(config: VllmConfig, model: nn.Module, tokens: Tensor, states: Tensor) 
         last, states = made if isinstance(made, tuple) else (made, made)
         found.append(model.compute_logits(last[-1:])[0])
         ids, place, states = found[-1].argmax(-1, keepdim=True), place[-1:] + 1, states[-1:]
+    return torch.stack(found)
+
+
+def cascade(config: VllmConfig, model: nn.Module, tokens: Tensor, states: Tensor) -> Tensor:
+    """Every module takes a step, over all positions, its tokens one further on."""
+    found, place = [], torch.arange(len(states))
+    for step in range(config.speculative_config.num_speculative_tokens):
+        cache = AnyCache(config)
+        made = cache.forward(model, cache.metadata(0, len(place), causal=True), input_ids=tokens[1 + step:],
+                             positions=place, hidden_states=states, spec_step_idx=step)
+        last, states = made if isinstance(made, tuple) else (made, made)
+        found.append(model.compute_logits(last[-1:], spec_step_idx=step)[0])
+        tokens = torch.cat([tokens, found[-1].argmax(-1, keepdim=True)])
     return torch.stack(found)
 
 

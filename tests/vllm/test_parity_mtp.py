@@ -30,8 +30,8 @@ from trainer.training.build import build_drafter
 pytestmark = pytest.mark.vllm
 STEPS = 4
 CLASSES = {"mimo": "MiMoMTP", "glm4_moe": "Glm4MoeMTP", "glm4_moe_lite": "Glm4MoeLiteMTP",
-           "deepseek_v3": "DeepSeekMTP", "qwen3_5": "Qwen3_5MTP", "qwen3_5_moe": "Qwen3_5MoeMTP",
-           "qwen3_next": "Qwen3NextMTP"}
+           "deepseek_v3": "DeepSeekMTP", "two_modules": "DeepSeekMTP", "qwen3_5": "Qwen3_5MTP",
+           "qwen3_5_moe": "Qwen3_5MoeMTP", "qwen3_next": "Qwen3NextMTP"}
 PARTLY = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # of whose targets only the module is computed there
 WHOLE = [name for name in CLASSES if name not in PARTLY]
 
@@ -42,7 +42,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     cases, ours, fed, drafters = [], {}, {}, {}
 
     def add(name: str, target: Target, served: Path, start: str) -> None:
-        make = make_small("mtp", steps=STEPS, start=start, tap_layers=[target.config["num_hidden_layers"]])
+        steps = 2 if name == "two_modules" else STEPS
+        make = make_small("mtp", steps=steps, start=start, tap_layers=[target.config["num_hidden_layers"]])
         drafter = build_drafter(make, target, torch.ones(320, dtype=torch.int64)).eval()
         inputs = states(target)
         taps = inputs[f"layer.{target.config['num_hidden_layers']}"]
@@ -54,10 +55,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             drafter = type(drafter).restore(FORMATS["stitched"].read(served), "stitched", head)
         *known, anchor = inputs["tokens"].tolist()
         drafters[name], fed[name] = drafter, drafter.states(taps)
-        ours[name] = drafter.draft_logits(drafter.extend(drafter.new_context(), known, taps), anchor, STEPS)
+        ours[name] = drafter.draft_logits(drafter.extend(drafter.new_context(), known, taps), anchor, steps)
         save_file({"tokens": inputs["tokens"], "states": fed[name]}, folder / f"{name}.safetensors")
         cases.append({"name": name, "target": str(served), "inputs": str(folder / f"{name}.safetensors"),
-                      "k": STEPS, "whole": name in WHOLE})
+                      "k": steps, "whole": name in WHOLE})
 
     add("mimo", random_llama(tmp_path_factory.mktemp("cache")), folder / "mimo", "random")
     for name in FAMILIES:

@@ -143,10 +143,10 @@ class Drafter(nn.Module, ABC):
         return ()
 
     @classmethod
-    def own_prefix(cls, config: dict[str, Any], **settings: Any) -> str | None:
+    def own_prefixes(cls, config: dict[str, Any], **settings: Any) -> tuple[str, ...]:
         """How the names of the target's tensors begin that the constructor wants in
-        `DraftContext.own_tensors`; None for none. `config` is the target's (text) config."""
-        return None
+        `DraftContext.own_tensors`. `config` is the target's (text) config."""
+        return ()
 
     @classmethod
     def own_problem(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> str | None:

@@ -27,8 +27,9 @@ SHARED = ("embed_tokens.weight", "head.weight")
 @dataclass(frozen=True)
 class Layout:
     """`library` and `classes` name the parts in transformers. `prefix` begins the names of a module's
-    tensors, {behind} being the number of the target's layers; `names` are those of PARTS behind it, `block`
-    begins those of the decoder layer. `count` is the key of config.json with the number of modules."""
+    tensors, {layer} being its number and {behind} that among the target's layers; `names` are those of PARTS
+    behind it, `block` begins those of the decoder layer. `count` is the key of config.json with the number of
+    modules."""
 
     library: str
     classes: str
@@ -41,53 +42,62 @@ class Layout:
     normed_state: bool  # the server hands over the target's state behind its final norm
     feeds_normed: bool  # what a step hands to the next one is behind the module's norm
     blank_start: bool   # the token of position 0 counts as a zero embedding
+    several: bool       # the server runs one module a step where there are several, else the first alone
 
     def part(self, name: str) -> Any:
         library = f"transformers.models.{self.library}.modeling_{self.library}"
         return getattr(importlib.import_module(library), name)
 
-    def tensor_prefix(self, config: Mapping[str, Any]) -> str:
-        return self.prefix.format(behind=config["num_hidden_layers"])
+    def modules(self, config: Mapping[str, Any]) -> int:
+        """How many a server runs."""
+        return max(1, config.get(self.count) or 0) if self.several else 1
+
+    def prefixes(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        """How the names of each module's tensors begin."""
+        return tuple(self.prefix.format(layer=layer, behind=config["num_hidden_layers"] + layer)
+                     for layer in range(self.modules(config)))
 
     def target_name(self, own: str, config: Mapping[str, Any]) -> str:
-        """The name in the target's files of our `own` tensor, such as `norm.weight` or `block.mlp...`."""
-        part, rest = own.split(".", 1)
+        """The name in the target's files of our `own` tensor, such as `0.norm.weight` or `0.block.mlp...`."""
+        layer, part, rest = own.split(".", 2)
         place = self.block + rest if part == "block" else f"{self.names[PARTS.index(part)]}.{rest}"
-        return self.tensor_prefix(config) + place
+        return self.prefixes(config)[int(layer)] + place
 
     def own_names(self, names: Iterable[str], config: Mapping[str, Any]) -> dict[str, str]:
-        """Those of the target's tensors that are the module's, each with our name; copies of the target's
-        embedding and head, which some files have among them, are left out."""
+        """Those of the target's tensors that are the modules', each with our name; copies of the target's
+        embedding and head, which some files have among them, and modules that no server runs are left out."""
         found = {}
-        prefix = self.tensor_prefix(config)
-        for name in names:
-            rest = name.removeprefix(prefix)
-            if rest == name or rest.endswith(SHARED):
-                continue
-            part, _, leaf = rest.rpartition(".")
-            if part in self.names:
-                found[name] = f"{PARTS[self.names.index(part)]}.{leaf}"
-            else:
-                found[name] = f"block.{rest.removeprefix(self.block)}"
+        for layer, prefix in enumerate(self.prefixes(config)):
+            for name in names:
+                rest = name.removeprefix(prefix)
+                part, _, leaf = rest.rpartition(".")
+                if rest == name or rest.endswith(SHARED):
+                    continue
+                if part in self.names:
+                    found[name] = f"{layer}.{PARTS[self.names.index(part)]}.{leaf}"
+                elif rest.startswith(self.block):
+                    found[name] = f"{layer}.block.{rest.removeprefix(self.block)}"
         return found
 
 
-MIMO = Layout("qwen2", "Qwen2", "Qwen2RotaryEmbedding", "model.mtp_layers.0.",
+MIMO = Layout("qwen2", "Qwen2", "Qwen2RotaryEmbedding", "model.mtp_layers.{layer}.",
               ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"), "",
               "num_nextn_predict_layers", state_first=True, normed_state=False, feeds_normed=True,
-              blank_start=True)
+              blank_start=True, several=False)
 
 
 def _qwen(library: str, classes: str, rotary: str, count: str) -> Layout:
     return Layout(library, classes, rotary, "mtp.",
                   ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"), "layers.0.", count,
-                  state_first=False, normed_state=True, feeds_normed=True, blank_start=False)
+                  state_first=False, normed_state=True, feeds_normed=True, blank_start=False,
+                  several=False)
 
 
 def _behind(library: str, classes: str, feeds_normed: bool) -> Layout:
     return Layout(library, classes, f"{classes}RotaryEmbedding", "model.layers.{behind}.",
                   ("enorm", "hnorm", "eh_proj", "shared_head.norm"), "", "num_nextn_predict_layers",
-                  state_first=False, normed_state=True, feeds_normed=feeds_normed, blank_start=True)
+                  state_first=False, normed_state=True, feeds_normed=feeds_normed, blank_start=True,
+                  several=True)
 
 
 QWEN3_5 = _qwen("qwen3_5", "Qwen3_5", "Qwen3_5TextRotaryEmbedding", "mtp_num_hidden_layers")

@@ -51,7 +51,7 @@ def require_buildable(make: MakeDrafter, target: Target, device: str | None) -> 
         raise UserError(str(error)) from error
     if found:
         raise Several([f"drafter.{name}={make.keywords[name]} {text}" for name, text in found.items()])
-    if make.func.own_prefix(target.config, **make.keywords) is not None:
+    if make.func.own_prefixes(target.config, **make.keywords):
         shapes = tensor_shapes(target.folder, own_names(make, target))
         if problem := make.func.own_problem(target.config, shapes):
             raise UserError(f"{target.name} ({target.folder}) cannot be trained with this drafter: {problem}")
@@ -143,8 +143,8 @@ def wanted_layers(make: MakeDrafter, target: Target) -> tuple[int, ...]:
 
 def own_names(make: MakeDrafter, target: Target) -> list[str]:
     """The target's tensors of the drafter that it brings along, where this one begins with it."""
-    prefix = make.func.own_prefix(target.config, **make.keywords)
-    return [] if prefix is None else [name for name in tensor_names(target.folder) if name.startswith(prefix)]
+    prefixes = make.func.own_prefixes(target.config, **make.keywords)
+    return [name for name in tensor_names(target.folder) if name.startswith(prefixes)] if prefixes else []
 
 
 def draft_problem(make: MakeDrafter, k: int) -> str | None:

@@ -29,9 +29,10 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 def engine_config(case: dict[str, Any]) -> VllmConfig:
     speculation = {"method": "mtp", "num_speculative_tokens": case["k"]}
-    return EngineArgs(model=case["target"], dtype="float32", max_model_len=256, max_num_seqs=2,
-                      max_num_batched_tokens=256, enforce_eager=True, enable_prefix_caching=False,
-                      enable_chunked_prefill=False, speculative_config=speculation).create_engine_config()
+    return EngineArgs(model=case["target"], dtype="float32", block_size=case["block"], max_model_len=256,
+                      max_num_seqs=2, max_num_batched_tokens=256, enforce_eager=True,
+                      enable_prefix_caching=False, enable_chunked_prefill=False,
+                      speculative_config=speculation).create_engine_config()
 
 
 def loaded(config: VllmConfig, model_config: Any) -> tuple[nn.Module, list[str]]:

@@ -58,7 +58,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ours[name] = drafter.draft_logits(drafter.extend(drafter.new_context(), known, taps), anchor, steps)
         save_file({"tokens": inputs["tokens"], "states": fed[name]}, folder / f"{name}.safetensors")
         cases.append({"name": name, "target": str(served), "inputs": str(folder / f"{name}.safetensors"),
-                      "k": steps, "whole": name in WHOLE})
+                      "k": steps, "whole": name in WHOLE,
+                      "block": 16 if "kv_lora_rank" in target.config else None})  # all that its kernel takes
 
     add("mimo", random_llama(tmp_path_factory.mktemp("cache")), folder / "mimo", "random")
     for name in FAMILIES:

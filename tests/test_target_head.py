@@ -108,6 +108,22 @@ def test_families_differ_in_how_the_norm_multiplies(tmp_path: Path, kind: str, o
     assert load_target_head(tmp_path, {**config, "model_type": kind}).norm_offset == offset
 
 
+def test_a_head_that_the_config_denies_is_told(tmp_path: Path) -> None:
+    save(tmp_path, LlamaConfig(**SIZES, tie_word_embeddings=False))
+    config = json.loads((tmp_path / "config.json").read_text())
+    with pytest.raises(UserError, match="an lm_head.weight other than its embedding, and its config.json "
+                                        "says tie_word_embeddings=true"):
+        load_target_head(tmp_path, {**config, "tie_word_embeddings": True})
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()},
+              tmp_path / "model.safetensors")
+    load_target_head(tmp_path, {**config, "tie_word_embeddings": True})
+    del tensors["lm_head.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="has no lm_head.weight, .* so its head is missing"):
+        load_target_head(tmp_path, config)
+
+
 @pytest.mark.parametrize("lost", ["model.embed_tokens.weight", "model.norm.weight"])
 def test_a_checkpoint_of_another_layout_is_named(tmp_path: Path, lost: str) -> None:
     save(tmp_path, LlamaConfig(**SIZES))

@@ -144,11 +144,14 @@ def make_dflash(**settings: Any) -> partial[DFlash]:
     return make_small("dflash", **settings)
 
 
+READS = {"mtp": {"tap_layers": [3]}}  # the tiny target has three layers
+
+
 def make_small(name: str, **settings: Any) -> partial[Any]:
     node = yaml.safe_load((Path(__file__).parents[1] / f"conf/drafter/{name}.yaml").read_text())
     given = {"layers": 2, "block_size": 5, "steps": 4, "anchors": 24, "tap_layers": [1, 2],
              "draft_vocab_size": 280, "markov_rank": 6, "selector_rank": 6, "selector_top_k": 5, "seed": 3,
-             "attention": "reference", "loss_chunk": 10_000}
+             "attention": "reference", "loss_chunk": 10_000, "start": "random", **READS.get(name, {})}
     assert set(settings) <= set(node)
     kind = get_class(node["_target_"])
     kept = {key: value for key, value in node.items() if key[0] != "_"}

@@ -154,13 +154,16 @@ def _checksum(path: Path) -> str:
 
 def settle(folder: Path) -> None:
     """Brings every file below to the disk, so that a rename of the folder cannot outlive what is in it. They
-    get the mode that the folder has from the umask: some libraries write through private temporary files."""
+    get the mode that the folder has from the umask: some libraries write through private temporary files.
+    Hard links are left as they are, since their files are others', too."""
     mode = stat.S_IMODE(folder.stat().st_mode) & 0o666
     for directory, _, files in os.walk(folder):
         for name in files:
             path = Path(directory, name)
-            if path.is_file() and not path.is_symlink() and stat.S_IMODE(path.stat().st_mode) != mode:
-                path.chmod(mode)
+            if path.is_file() and not path.is_symlink():
+                found = path.stat()
+                if found.st_nlink == 1 and stat.S_IMODE(found.st_mode) != mode:
+                    path.chmod(mode)
             sync(path)
         sync(Path(directory))
 

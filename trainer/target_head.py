@@ -61,6 +61,8 @@ class TargetHead:
 OFFSET_NORMS = ("gemma", "qwen3_next", "qwen3_5")  # model types whose RMSNorm multiplies by (1 + weight),
 PLAIN_NORMS = ("gemma3n", "gemma4")  # and those of the same beginning whose RMSNorm does not
 
+FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
 
 def load_target_head(folder: Path, config: dict[str, Any]) -> TargetHead:
     """`config` is the (text) config of the target in `folder`."""
@@ -70,6 +72,15 @@ def load_target_head(folder: Path, config: dict[str, Any]) -> TargetHead:
     heads = _with_ending(names, "lm_head.weight")
     head = heads[0] if heads else embedding
     tensors = read_tensors(folder, {embedding, norm, head})
+    tied = config.get("tie_word_embeddings")
+    if tied is False and not heads:
+        raise UserError(f"target folder {folder} has no lm_head.weight, and its config.json says "
+                        "tie_word_embeddings=false, so its head is missing; fetch the whole checkpoint, or "
+                        "say tie_word_embeddings=true where the embedding is the head")
+    if tied is True and heads and not torch.equal(tensors[embedding], tensors[head]):
+        raise UserError(f"target folder {folder} has an lm_head.weight other than its embedding, and its "
+                        "config.json says tie_word_embeddings=true: a server would take the embedding; mend "
+                        "config.json, or fetch the checkpoint again")
     kind = str(config.get("model_type", ""))
     offset = 1.0 if kind.startswith(OFFSET_NORMS) and not kind.startswith(PLAIN_NORMS) else 0.0
     return TargetHead(tensors[embedding], tensors[norm], tensors[head], float(config["rms_norm_eps"]), offset,
@@ -106,6 +117,20 @@ def read_tensors(folder: Path, wanted: Iterable[str]) -> dict[str, Tensor]:
         except (OSError, SafetensorError) as error:
             raise UserError(f"{names[name]} cannot be read ({error}); fetch it again") from error
     return tensors
+
+
+def tensor_shapes(folder: Path, wanted: Iterable[str]) -> dict[str, Tensor]:
+    """Size and dtype of the wanted tensors, without their values: on the device meta, of dtype uint8 where it
+    is none of the usual floating ones."""
+    from safetensors import safe_open
+
+    names, found = tensor_names(folder), {}
+    for name in wanted:
+        with safe_open(names[name], framework="pt") as file:
+            part = file.get_slice(name)
+            found[name] = torch.empty(part.get_shape(), device="meta",
+                                      dtype=FLOATS.get(part.get_dtype(), torch.uint8))
+    return found
 
 
 def _ending(names: dict[str, Path], ending: str, folder: Path, alternatives: tuple[str, ...] = ()) -> str:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import acceptance, dflash, engine, make_dflash, random_samples, small, states_of
+from tiny import acceptance, dflash, engine, make_dflash, make_small, random_samples, small, states_of
 from torch import Tensor
 
 from trainer.architectures.base import Drafter, Exported
@@ -21,7 +21,7 @@ from trainer.architectures.dflash import DFlash
 from trainer.data.packing import collate
 from trainer.engines.transformers import TransformersSession
 from trainer.errors import GateFailed, UserError
-from trainer.evaluate.while_training import _error
+from trainer.evaluate.while_training import AcceptanceRuntime, _error
 from trainer.gates import require
 from trainer.records import HiddenStates, Sample, Sampling
 from trainer.target import Target
@@ -75,15 +75,18 @@ def able(tiny_target: Target, samples: list[Sample], states: States) -> DFlash:
 
 def measure(drafter: Drafter, target: Target, samples: list[Sample], states: States, folder: Path,
             training: list[Sample] | None = None, **changes: Any) -> Measured:
-    made = acceptance(1, **{"prompts": 6, **changes})
+    made = acceptance(1, **{"prompts": 6, "runtime": AcceptanceRuntime([drafter.formats[0]]), **changes})
     return made.measure(drafter, target, samples, samples if training is None else training, states,
                         folder / "measured")
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_the_estimate_is_the_measurement(name: str, tiny_target: Target, samples: list[Sample],
-                                         states: States, tmp_path: Path) -> None:
-    drafter = learnt(small(tiny_target, name, anchors=64, layers=1, objective="ce"), samples, states)
+                                         tmp_path: Path) -> None:
+    usual = make_small(name).keywords
+    states = states_by(tiny_target, samples, usual["tap_layers"])
+    settings = {"anchors": 64, "objective": "ce"} | ({"layers": 1} if "layers" in usual else {})
+    drafter = learnt(small(tiny_target, name, **settings), samples, states)
     before = copy.deepcopy(drafter.state_dict())
     torch.manual_seed(5)
     found = measure(drafter, tiny_target, samples, states, tmp_path)

@@ -16,7 +16,7 @@ from tiny import dflash, random_samples, states_of, uneven
 
 from trainer.architectures.dflash import DFlash
 from trainer.errors import UserError
-from trainer.export.card import model_card, serve_commands
+from trainer.export.card import model_card
 from trainer.export.formats import FORMATS, FormatName, Serving
 from trainer.target import Target
 from trainer.target_head import load_target_head
@@ -81,7 +81,7 @@ def test_a_speculators_config_has_no_model_type_at_the_top(tiny_target: Target, 
     assert "model_type" not in write(make(tiny_target), "speculators", tmp_path)
 
 
-@pytest.mark.parametrize("form", sorted(FORMATS))
+@pytest.mark.parametrize("form", sorted(DFlash.formats))
 @pytest.mark.parametrize("rows", [ROWS, None])
 def test_tensors_are_those_of_the_method(tiny_target: Target, tmp_path: Path, form: str,
                                          rows: int | None) -> None:
@@ -105,7 +105,7 @@ def test_tensors_are_those_of_the_method(tiny_target: Target, tmp_path: Path, fo
         assert torch.equal(tensors["lm_head.weight"], head[ids].bfloat16())
 
 
-@pytest.mark.parametrize("form", sorted(FORMATS))
+@pytest.mark.parametrize("form", sorted(DFlash.formats))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [ROWS, None])
 def test_a_folder_alone_describes_the_drafter(tiny_target: Target, tmp_path: Path, form: str,
@@ -141,7 +141,7 @@ def add(folder: Path) -> None:
     save_file(tensors | {"verifier_norm.weight": torch.ones(64)}, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("form", sorted(FORMATS))
+@pytest.mark.parametrize("form", sorted(DFlash.formats))
 @pytest.mark.parametrize("change", [drop("layers.1.self_attn.q_proj.weight"), drop("fc.weight"), add])
 def test_tensors_that_are_missing_or_too_many_are_no_drafter(tiny_target: Target, tmp_path: Path, form: str,
                                                             change: Callable[[Path], None]) -> None:
@@ -152,7 +152,7 @@ def test_tensors_that_are_missing_or_too_many_are_no_drafter(tiny_target: Target
         DFlash.restore(FORMATS[form].read(tmp_path), form, head)
 
 
-@pytest.mark.parametrize("form", sorted(FORMATS))
+@pytest.mark.parametrize("form", sorted(DFlash.formats))
 @pytest.mark.parametrize("damage", ["no config", "bad config", "no tensors", "torn tensors", "no folder"])
 def test_a_folder_that_cannot_be_read_is_named(tiny_target: Target, tmp_path: Path, form: str,
                                                damage: str) -> None:
@@ -177,16 +177,16 @@ def test_the_names_are_those_of_the_settings() -> None:
 
 
 def test_commands_and_card_say_how_to_serve() -> None:
-    commands = serve_commands("speculators", "dflash", Path("/a b/spec"), "org/target", 3)
+    commands = FORMATS["speculators"].commands("dflash", Path("/a b/spec"), "org/target", 3)
     assert commands["vllm (short)"] == "vllm serve '/a b/spec'"
     speculation = {"method": "dflash", "model": "/a b/spec", "num_speculative_tokens": 3}
     assert commands["vllm"] == f"vllm serve org/target --speculative-config '{json.dumps(speculation)}'"
-    assert set(serve_commands("native", "dflash", Path("/s"), "t", 3)) == {"vllm"}
+    assert set(FORMATS["native"].commands("dflash", Path("/s"), "t", 3)) == {"vllm"}
     facts = {"method": "dflash", "needs_v2": False, "target": "org/target", "target_identity": "0123",
              "template_hash": "4567", "max_k": 7, "default_k": 3, "trained_modes": ["chat", "thinking"]}
     card = model_card("speculators", facts, "Target")
     assert card.startswith("---\nbase_model: org/target\nlibrary_name: vllm\nlicense: unknown\n")
-    here = serve_commands("speculators", "dflash", ".", "org/target", 3)
+    here = FORMATS["speculators"].commands("dflash", ".", "org/target", 3)
     for part in ("| longest draft (max K) | 7 |", "| default draft (K) | 3 |", "`0123`", "`4567`",
                  "chat, thinking",
                  f"```bash\n{here['vllm']}\n```", "speculator for Target"):

@@ -117,9 +117,10 @@ class Cache:
         """For `count` tokens at positions from `first` on, and the slots of their keys. Making it also
         prepares the attention layers for keys that are written outside a forward pass."""
         starts, slots = torch.tensor([0, count], dtype=torch.int32), torch.arange(first, first + count)
+        length = torch.tensor([first + count], dtype=torch.int32)
         common = CommonAttentionMetadata(
             query_start_loc=starts, query_start_loc_cpu=starts, num_reqs=1, num_actual_tokens=count,
-            seq_lens=torch.tensor([first + count], dtype=torch.int32), max_query_len=count,
+            seq_lens=length, seq_lens_cpu_upper_bound=length, max_query_len=count,
             max_seq_len=first + count, block_table_tensor=torch.arange(BLOCKS, dtype=torch.int32)[None],
             slot_mapping=slots, causal=causal)
         builder = self.builder(self.spec, self.names, self.config, torch.device("cpu"))

@@ -56,7 +56,9 @@ BLOCK = ["drafter.layers=2", "drafter.start_layers=[-2,-1]"]
 OWN = {"dflash": [*BLOCK, f"drafter.block_size={K + 1}", REDUCED],
        "dflash2": [*BLOCK, f"drafter.block_size={K + 1}", "drafter.selector_rank=16"],
        "dspark": [*BLOCK, f"drafter.block_size={K}", "drafter.markov_rank=16", REDUCED],
-       "eagle3": [f"drafter.steps={K}", REDUCED]}
+       "eagle3": [f"drafter.steps={K}", REDUCED],
+       "mtp": [f"drafter.steps={K}", "drafter.start=random", "target.tap_layers=[30]",
+               "export.formats=[stitched]", "evaluate.format=stitched"]}
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,11 @@ class Learnt:
     folder: Path
     prompt: list[int]
     answer: tuple[int, ...]
+
+    @property
+    def form(self) -> str:
+        """The format that is served."""
+        return self.kind.formats[0]
 
 
 @pytest.fixture(scope="module")
@@ -119,8 +126,8 @@ def served(learn: Callable[[str], Learnt], shifted: Path,
     all of the time is their start on one core."""
     home, cores = tmp_path_factory.mktemp("served"), own_cores()
     free = [cores[0], cores[-1]]
-    jobs = {name: (learn(name), learn(name).folder / "speculators") for name in QUICK}
-    jobs["shifted"] = learn("dflash"), shifted
+    jobs = {name: (learn(name), learn(name).form, None) for name in QUICK}
+    jobs["shifted"] = learn("dflash"), "native", shifted
 
     def on_a_free_core(name: str) -> Measurement:
         core = free.pop()
@@ -132,10 +139,12 @@ def served(learn: Callable[[str], Learnt], shifted: Path,
         return dict(zip(jobs, both.map(on_a_free_core, jobs), strict=True))
 
 
-def serve(learnt: Learnt, folder: Path, log: Path, core: int) -> Measurement:
+def serve(learnt: Learnt, form: str, folder: Path | None, log: Path, core: int) -> Measurement:
+    """The exported folder of that form, or another one."""
     settings = small_server(python=vllm_python(), max_num_seqs=1, runtime__threads=str(core))
     kind = learnt.kind
-    with settings.serve(learnt.target.folder, log, folder, kind.method, K, kind.needs_v2) as server:
+    model, drafter = FORMATS[form].served(folder or learnt.folder / form, learnt.target.folder)
+    with settings.serve(model, log, drafter, kind.method, K, kind.needs_v2) as server:
         assert server.interpreted == kind.needs_v2
         return measure([server], [learnt.prompt], Sampling(TOKENS, 0.0, 1.0, 0), 1, warmup=0, rounds=1)[0]
 
@@ -145,7 +154,7 @@ def accepted_length(decoded: Decoded) -> float:
 
 
 def check(learnt: Learnt, there: Measurement) -> None:
-    here = decoded_here(learnt, learnt.folder / "speculators", "speculators")
+    here = decoded_here(learnt, learnt.folder / learnt.form, learnt.form)
     assert here.tokens == there.outputs[0].tokens == learnt.answer
     assert accepted_length(here) >= K + 1 - 0.3
     assert there.mean_accepted_length >= K + 1 - 0.3
@@ -163,8 +172,7 @@ def test_nearly_every_draft_is_accepted(name: str, learn: Callable[[str], Learnt
 def test_nearly_every_draft_is_accepted_by_interpreted_kernels(name: str, learn: Callable[[str], Learnt],
                                                                tmp_path: Path) -> None:
     learnt = learn(name)
-    check(learnt, serve(learnt, learnt.folder / "speculators", tmp_path / "log",
-                        own_cores()[0]))
+    check(learnt, serve(learnt, learnt.form, None, tmp_path / "log", own_cores()[0]))
 
 
 def test_layer_ids_off_by_one_cost_acceptance(learn: Callable[[str], Learnt], shifted: Path,

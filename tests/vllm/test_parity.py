@@ -179,12 +179,12 @@ def request(case: str, folder: Path, target: Target, inputs: Path, alone: bool, 
             "inputs": str(inputs), "k": None if alone else k, "each_missing": each_missing}
 
 
-def run_worker(folder: Path, needs_v2: bool = False) -> None:
+def run_worker(folder: Path, worker: str = "parity_worker.py", needs_v2: bool = False) -> None:
     found = find_installation(vllm_python())
     variables = found.environment(str(own_cores()[0]), kv_cache_gib=1)
     variables |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     variables |= found.shim(folder / "shim", needs_v2)
-    command = [found.python, str(Path(__file__).with_name("parity_worker.py")), str(folder)]
+    command = [found.python, str(Path(__file__).with_name(worker)), str(folder)]
     done = subprocess.run(command, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -24,7 +24,8 @@ class DraftContext:
 
     `config` is the target's (text) config.json; `token_counts` [V] int64 counts supervised tokens of the
     training data (they choose a reduced draft vocabulary); `special_ids` are always part of that vocabulary;
-    `tensors` gives named weights of the target, for drafters that start from the target's own layers. """
+    `layer_tensors` has weights of the target's layers for drafters that start from those, `own_tensors` those
+    of the drafter that the target brings along, in the names of its files. """
 
     config: dict[str, Any]
     head: TargetHead
@@ -32,6 +33,7 @@ class DraftContext:
     token_counts: Tensor
     special_ids: tuple[int, ...]
     layer_tensors: dict[int, dict[str, Tensor]]
+    own_tensors: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,12 @@ class Exported:
     """What a drafter gives to, and reads from, a folder that a server loads.
 
     `geometry` are the keys of an ordinary decoder config; `flavours` holds the method's own keys for each
-    format ("speculators", "native"), in that format's names and layer conventions. """
+    format, in that format's names and layer conventions. Weights named in `exact` keep their dtype. """
 
     weights: dict[str, Tensor]
     geometry: dict[str, Any]
     flavours: dict[str, dict[str, Any]]
+    exact: frozenset[str] = frozenset()
 
 
 class Drafter(nn.Module, ABC):
@@ -53,6 +56,7 @@ class Drafter(nn.Module, ABC):
     needs_last: bool             # whether the loss reads the target's last state
     max_k: int                   # longest draft that it was trained for
     method: str                  # the server's name of the method
+    formats: tuple[str, ...] = ("speculators", "native")  # of the folders that it can be exported to
     estimates: bool = False      # whether `confidence` has something to say
     needs_v2: bool = False       # whether vLLM has the method in its Model Runner V2 alone
 
@@ -137,6 +141,17 @@ class Drafter(nn.Module, ABC):
     def initial_layers(cls, **settings: Any) -> tuple[int, ...]:
         """0-based target layers whose weights the constructor wants in `DraftContext.layer_tensors`."""
         return ()
+
+    @classmethod
+    def own_prefixes(cls, config: dict[str, Any], **settings: Any) -> tuple[str, ...]:
+        """How the names of the target's tensors begin that the constructor wants in
+        `DraftContext.own_tensors`. `config` is the target's (text) config."""
+        return ()
+
+    @classmethod
+    def own_problem(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> str | None:
+        """Why it cannot begin with those of the target, given without their values (device meta)."""
+        return None
 
     @classmethod
     def initial_folder(cls, **settings: Any) -> str | None:

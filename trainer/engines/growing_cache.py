@@ -48,14 +48,21 @@ class GrowingLayer(DynamicLayer):
 
 
 class GrowingCache(DynamicCache):
-    """All layers of a plain-attention decoder; `select` keeps some of the rows."""
+    """All layers of a decoder, recurrent ones as transformers has them; `select` keeps some of the rows."""
 
     def select(self, rows: Tensor) -> None:
         for layer in self.layers:
-            layer.select(rows)
+            (layer.select if isinstance(layer, GrowingLayer) else layer.reorder_cache)(rows)
 
 
 def growing_cache(config: Any) -> DynamicCache:
-    cache = GrowingCache(config=config)
-    cache.layers = [GrowingLayer() for _ in range(config.get_text_config().num_hidden_layers)]
+    cache, text = GrowingCache(config=config), config.get_text_config()
+    cache.layers = [cache.layers[number] if recurrent else GrowingLayer()
+                    for number, recurrent in enumerate(recurrent_layers(text))]
     return cache
+
+
+def recurrent_layers(config: Any) -> list[bool]:
+    """By layer of a (text) config, whether it keeps a state that cannot be taken back, and no keys."""
+    kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
+    return [kind == "linear_attention" for kind in kinds]

@@ -6,6 +6,7 @@ can go on. """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 import threading
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from trainer.engines.base import Session, TargetEngine
-from trainer.engines.growing_cache import growing_cache
+from trainer.engines.growing_cache import growing_cache, recurrent_layers
 from trainer.errors import UserError
 from trainer.ranges import Amount, Count, Device, Dtype, SequenceLength, require_device
 from trainer.records import Completion, HiddenStates, Sampling
@@ -203,17 +204,21 @@ def capture(model: Any, ids: Tensor, tap_layers: Sequence[int], **arguments: Any
 
 
 class TransformersSession(Session):
-    """A sequence with its key/value cache."""
+    """A sequence with its key/value cache. Recurrent layers cannot forget single tokens: their target reads
+    those that stay of the last step once more, behind a copy of what was before it."""
 
     def __init__(self, model: Any, tap_layers: Sequence[int], device: str) -> None:
         from transformers import DynamicCache
 
         self.model, self.tap_layers, self.device = model, tuple(tap_layers), device
         self.cache = DynamicCache(config=model.config)
+        self.recurrent = any(recurrent_layers(model.config.get_text_config()))
         self.length = 0
 
     @torch.inference_mode()
     def step(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+        if self.recurrent:
+            self.before = copy.deepcopy(self.cache), self.length, list(tokens)
         ids = torch.tensor([list(tokens)], device=self.device)
         positions = torch.arange(self.length, self.length + len(tokens), device=self.device)[None]
         taps, last = capture(self.model, ids, self.tap_layers, position_ids=positions, use_cache=True,
@@ -223,7 +228,11 @@ class TransformersSession(Session):
         return logits[0].float(), taps[0]
 
     def rewind(self, length: int) -> None:
-        if length < self.length:
+        if length < self.length and self.recurrent:
+            self.cache, self.length, tokens = self.before
+            assert length > self.length, "only tokens of the last step can be taken back"
+            self.step(tokens[:length - self.length])
+        elif length < self.length:
             self.cache.crop(length - self.length)
             self.length = length
 

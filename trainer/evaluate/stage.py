@@ -243,8 +243,10 @@ class Evaluate(Stage):
         print(f"evaluate on vLLM, {'plain' if k is None else f'K={k}'}: starting the server", flush=True)
         runtime = replace(self.server.runtime, port=0) if elsewhere else self.server.runtime
         described = replace(self.server, dtype=self.dtype, runtime=runtime)
-        kind = () if drafter is None else (folder, drafter.method, k, drafter.needs_v2)
-        return described.serve(self.target.folder, log, *kind)
+        if drafter is None:
+            return described.serve(self.target.folder, log)
+        model, speculator = FORMATS[self.format].served(folder, self.target.folder)
+        return described.serve(model, log, speculator, drafter.method, k, drafter.needs_v2)
 
 
 def _exported(folder: Path) -> dict[str, Any]:

@@ -131,7 +131,8 @@ class Acceptance(Measuring):
     def _read_back(self, drafter: Drafter, target: Target, folder: Path) -> Iterator[Drafter]:
         """The drafter that its exported folder describes, which is there for as long."""
         form = FORMATS[self.runtime.formats[0]]
-        serving = Serving(str(target.folder), target.config.get("architectures") or [], drafter.max_k)
+        serving = Serving(str(target.folder), target.config.get("architectures") or [], drafter.max_k,
+                          target.folder)
         shutil.rmtree(folder, ignore_errors=True)  # left by a process that was killed
         try:
             form.write(folder, drafter.export(), serving, getattr(torch, self.dtype))

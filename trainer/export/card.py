@@ -1,24 +1,13 @@
-"""The model card and the exact serve commands of an exported folder."""
+"""The model card of an exported folder."""
 
 from __future__ import annotations
 
-import json
 import re
-import shlex
-from pathlib import Path
 from typing import Any
 
+from trainer.export.formats import FORMATS
+
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-
-
-def serve_commands(form: str, method: str, folder: Path | str, target: str, k: int) -> dict[str, str]:
-    """Commands by platform; the folder's own draft length is `k`."""
-    speculation = json.dumps({"method": method, "model": str(folder), "num_speculative_tokens": k})
-    explicit = f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(speculation)}"
-    commands = {"vllm": explicit}
-    if form == "speculators":
-        commands["vllm (short)"] = f"vllm serve {shlex.quote(str(folder))}"
-    return commands
 
 
 def model_card(form: str, facts: dict[str, Any], target_name: str) -> str:
@@ -26,7 +15,7 @@ def model_card(form: str, facts: dict[str, Any], target_name: str) -> str:
     are given inside the folder. Without a published target its users are told to fill in the place."""
     published = HUB_NAME.fullmatch(facts["target"]) is not None
     served = facts["target"] if published else f"PATH/TO/{target_name}"
-    commands = serve_commands(form, facts["method"], ".", served, facts["default_k"])
+    commands = FORMATS[form].commands(facts["method"], ".", served, facts["default_k"])
     if not published:
         commands.pop("vllm (short)", None)  # it looks for the target where this machine has it
     tags = ["speculative-decoding", form, facts["method"]]

@@ -18,7 +18,7 @@ import torch
 from trainer.architectures.base import Drafter
 from trainer.data.responses import read_samples
 from trainer.export.calibration import calibrate
-from trainer.export.card import model_card, serve_commands
+from trainer.export.card import model_card
 from trainer.export.formats import FORMATS, FormatName, Serving
 from trainer.gates import Gate, require
 from trainer.hidden_states.base import HiddenStateSource, MakeSource
@@ -53,8 +53,12 @@ class Export(Stage):
     version: ClassVar[int] = 1
 
     def check(self, stages: Mapping[str, Any]) -> dict[str, str]:
-        problem = draft_problem(self.drafter, self.default_k)
-        return {} if problem is None else {"export.default_k": problem}
+        problem, known = draft_problem(self.drafter, self.default_k), self.drafter.func.formats
+        found = {} if problem is None else {"export.default_k": problem}
+        if unknown := [form for form in self.formats if form not in known]:
+            found["export.formats"] = (f"must be among {', '.join(known)}, the formats of this drafter, but "
+                                       f"has {', '.join(unknown)}")
+        return found
 
     def external(self) -> dict[str, Any]:
         return self.target.facts
@@ -68,7 +72,7 @@ class Export(Stage):
             print(f"export: the folders name the target by the path {name}; give export.target_name=<hub id> "
                   "before you publish them", flush=True)
         serving = Serving(name, self.target.config.get("architectures") or self._architectures(),
-                          self.default_k)
+                          self.default_k, self.target.folder)
         facts = {"method": drafter.method, "needs_v2": drafter.needs_v2, "max_k": drafter.max_k,
                  "default_k": self.default_k, "target": name, "target_identity": self.target.identity,
                  "template_hash": self.target.template_hash, "trained_modes": self.trained_modes,
@@ -86,7 +90,7 @@ class Export(Stage):
             (out / form / "README.md").write_text(model_card(form, facts, self.target.name))
         final = out.with_name(out.name.removesuffix(".partial"))  # where the folder will lie when finished
         first = self.formats[0]
-        commands = serve_commands(first, drafter.method, final / first, name, self.default_k)
+        commands = FORMATS[first].commands(drafter.method, final / first, name, self.default_k)
         (out / "export.json").write_text(json.dumps({**facts, "serve_commands": commands}, indent=1) + "\n")
         return {"gates": gates, "formats": self.formats, "max_k": drafter.max_k, "default_k": self.default_k,
                 **({"confidence": facts["confidence"]} if drafter.estimates else {}),
@@ -97,8 +101,8 @@ class Export(Stage):
         for form in facts["formats"]:
             print(f"exported: {folder / form}, {FORMATS[form].use}")
         first = facts["formats"][0]
-        commands = serve_commands(first, facts["method"], folder.resolve() / first, facts["target"],
-                                  facts["default_k"])
+        commands = FORMATS[first].commands(facts["method"], folder.resolve() / first, facts["target"],
+                                           facts["default_k"])
         print(f"serve it: {commands['vllm']}", flush=True)
 
     def _calibrated(self, drafter: Drafter, responses: Path, source: HiddenStateSource) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from trainer.errors import Several, UserError
 from trainer.ranges import Gives
 from trainer.records import Sample
 from trainer.target import Target
-from trainer.target_head import load_target_head, read_tensors, tensor_names
+from trainer.target_head import load_target_head, read_tensors, tensor_names, tensor_shapes
 from trainer.training.checkpoint import load_weights
 
 FEW, RARE = 10, 1e-3  # a mask token may be said so often, or be such a share: sampling says anything once
@@ -32,7 +32,8 @@ def build_drafter(make: MakeDrafter, target: Target, token_counts: Tensor) -> Dr
     require_buildable(make, target, None)
     head = load_target_head(target.folder, target.config)
     context = DraftContext(target.config, head, target.mask_token_id, token_counts, special_ids(target),
-                           {index: _layer(target, index) for index in wanted_layers(make, target)})
+                           {index: _layer(target, index) for index in wanted_layers(make, target)},
+                           read_tensors(target.folder, own_names(make, target)))
     try:
         return make(context=context)
     except ValueError as error:
@@ -50,6 +51,10 @@ def require_buildable(make: MakeDrafter, target: Target, device: str | None) -> 
         raise UserError(str(error)) from error
     if found:
         raise Several([f"drafter.{name}={make.keywords[name]} {text}" for name, text in found.items()])
+    if make.func.own_prefixes(target.config, **make.keywords):
+        shapes = tensor_shapes(target.folder, own_names(make, target))
+        if problem := make.func.own_problem(target.config, shapes):
+            raise UserError(f"{target.name} ({target.folder}) cannot be trained with this drafter: {problem}")
 
 
 def special_ids(target: Target) -> tuple[int, ...]:
@@ -141,6 +146,12 @@ def wanted_layers(make: MakeDrafter, target: Target) -> tuple[int, ...]:
         if not -count <= index < count:
             raise UserError(f"drafter.start_layers names layer {index}, but {target.name} has {count} layers")
     return wanted
+
+
+def own_names(make: MakeDrafter, target: Target) -> list[str]:
+    """The target's tensors of the drafter that it brings along, where this one begins with it."""
+    prefixes = make.func.own_prefixes(target.config, **make.keywords)
+    return [name for name in tensor_names(target.folder) if name.startswith(prefixes)] if prefixes else []
 
 
 def draft_problem(make: MakeDrafter, k: int) -> str | None:

@@ -1,0 +1,166 @@
+"""A target with a trained module put back: what changes, what keeps its bytes, and that the source is not
+touched."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tiny import copied, make_small, small, uneven, uneven_norms
+from transformers import AutoModelForCausalLM
+
+from trainer import _folders
+from trainer.architectures.mtp import Mtp
+from trainer.errors import UserError
+from trainer.export.base import Serving
+from trainer.export.formats import FORMATS
+from trainer.export.stage import Export
+from trainer.export.stitched import ADDED, INDEX, stitch
+from trainer.target import Target, check_folder
+from trainer.target_head import load_target_head, read_tensors, tensor_names
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Target:
+    return copied(tiny_target, tmp_path_factory.mktemp("made") / "target", uneven_norms)
+
+
+def make(target: Target, seed: int = 0, **settings: Any) -> Mtp:
+    return uneven(small(target, "mtp", **settings), seed).eval()
+
+
+def write(drafter: Mtp, target: Target, folder: Path, form: str = "stitched",
+          dtype: torch.dtype = torch.float32) -> Path:
+    FORMATS[form].write(folder, drafter.export(), Serving("t", [], 2, target.folder), dtype)
+    return folder
+
+
+def contents(folder: Path) -> dict[str, tuple[bytes, int, int]]:
+    return {path.name: (path.read_bytes(), path.stat().st_mode, path.stat().st_mtime_ns)
+            for path in folder.iterdir()}
+
+
+def test_a_llama_with_a_module_is_a_mimo_with_the_same_logits(target: Target, tmp_path: Path) -> None:
+    before = contents(target.folder)
+    folder = write(make(target), target, tmp_path / "whole")
+    assert contents(target.folder) == before
+    check_folder(folder)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["MiMoForCausalLM"] and config["num_nextn_predict_layers"] == 1
+    tokens = torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        one, two = (AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32)(tokens).logits
+                    for each in (target.folder, folder))
+    assert torch.equal(one, two)
+
+
+def test_what_stays_is_linked_and_what_is_new_is_in_the_index(target: Target, tmp_path: Path) -> None:
+    folder = write(make(target), target, tmp_path / "whole")
+    places = tensor_names(folder)
+    assert os.path.samefile(folder / "model.safetensors", target.folder / "model.safetensors")
+    assert os.path.samefile(folder / "tokenizer.json", target.folder / "tokenizer.json")
+    assert {name for name, path in places.items() if path.name == ADDED} == set(make(target).export().weights)
+    assert places.keys() - make(target).export().weights.keys() == tensor_names(target.folder).keys()
+    index = json.loads((folder / INDEX).read_text())
+    assert index["metadata"]["total_size"] == sum(each.numel() * each.element_size() for each
+                                                  in read_tensors(folder, places).values())
+
+
+def test_shards_change_alone_where_their_tensors_do(target: Target, tmp_path: Path) -> None:
+    """Trained again from the stitched folder: the module's shard is another, all else the same file."""
+    first = copied(target, tmp_path / "first")
+    shutil.rmtree(first.folder)
+    write(make(target), target, first.folder, dtype=torch.bfloat16)
+    before = contents(first.folder)
+    again = Target("again", first.source, target.mask_token, [3], {}, 512, False)
+    folder = write(make(again, seed=1, start="own"), again, tmp_path / "second", dtype=torch.bfloat16)
+    assert contents(first.folder) == before
+    assert {path.name for path in folder.iterdir()} == {path.name for path in first.folder.iterdir()}
+    same = {path.name for path in folder.iterdir() if os.path.samefile(path, first.folder / path.name)}
+    assert same == {*before} - {ADDED, INDEX, "config.json", "mtp.json"}
+    assert json.loads((folder / INDEX).read_text()) == json.loads((first.folder / INDEX).read_text())
+    old, new = load_file(first.folder / ADDED), load_file(folder / ADDED)
+    assert old.keys() == new.keys() and all(each.dtype == torch.bfloat16 for each in new.values())
+    changed = {name for name in old if not torch.equal(old[name], new[name])}
+    assert changed == {name for name in old if ".mtp_layers." in name}, "zero biases stay"
+
+
+def test_a_module_among_other_tensors_of_a_shard(target: Target, tmp_path: Path) -> None:
+    """The other tensors of the shard keep their bytes, dtype and metadata."""
+    first = write(make(target), target, tmp_path / "first")
+    tensors = read_tensors(first, tensor_names(first)) | {"odd": torch.arange(7, dtype=torch.int32)}
+    for name in (ADDED, INDEX, "model.safetensors"):
+        (first / name).unlink()
+    save_file(tensors, first / "model.safetensors", metadata={"format": "pt", "more": "1"})
+    trained = {name: tensor for name, tensor in make(target, seed=1).export().weights.items()
+               if ".mtp_layers." in name}
+    stitch(first, tmp_path / "second", trained, {"config_changes": {}})
+    found = load_file(tmp_path / "second/model.safetensors")
+    assert not (tmp_path / "second" / INDEX).exists() and found.keys() == tensors.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == tensors[name].dtype
+        assert torch.equal(tensor, trained.get(name, tensors[name])), name
+    with safe_open(tmp_path / "second/model.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt", "more": "1"}
+    with pytest.raises(UserError, match=r"has odd of size \[7\] where the trained one has \[8\]"):
+        stitch(first, tmp_path / "third", {"odd": torch.zeros(8)}, {"config_changes": {}})
+
+
+def test_another_disk_gets_copies(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: Path, place: Path) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", refuse)
+    folder = write(make(target), target, tmp_path / "whole")
+    assert not os.path.samefile(folder / "model.safetensors", target.folder / "model.safetensors")
+    assert (folder / "model.safetensors").read_bytes() == (target.folder / "model.safetensors").read_bytes()
+
+
+def test_files_that_the_folder_shares_keep_their_mode(target: Target, tmp_path: Path) -> None:
+    source = copied(target, tmp_path / "source")
+    (source.folder / "model.safetensors").chmod(0o600)
+    (source.folder / "README.md").write_text("the target's own")
+    folder = write(make(source), source, tmp_path / "whole")
+    (folder / "README.md").write_text("a card")
+    _folders.settle(folder)
+    assert (source.folder / "model.safetensors").stat().st_mode & 0o777 == 0o600
+    assert (source.folder / "README.md").read_text() == "the target's own"
+
+
+def test_the_changes_alone_are_small_and_complete(target: Target, tmp_path: Path) -> None:
+    drafter = make(target)
+    folder = write(drafter, target, tmp_path / "changes", "changes")
+    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
+    assert load_file(folder / "model.safetensors").keys() == drafter.export().weights.keys()
+    head = load_target_head(target.folder, target.config)
+    again = Mtp.restore(FORMATS["changes"].read(folder), "changes", head)
+    assert again.max_k == drafter.max_k
+    for name, parameter in drafter.named_parameters():
+        assert torch.equal(parameter, again.get_parameter(name))
+
+
+def test_formats_that_a_drafter_has_not_got_are_told(target: Target) -> None:
+    settings = {"target": target, "source": None, "dtype": "float32", "default_k": 2, "target_name": None,
+                "trained_modes": [], "probe_rows": 1, "calibration_drafts": 2}
+    wrong = Export(drafter=make_small("mtp"), formats=["speculators", "stitched"], **settings)
+    assert wrong.check({}) == {"export.formats": "must be among stitched, changes, the formats of this "
+                                                 "drafter, but has speculators"}
+    assert Export(drafter=make_small("mtp"), formats=["stitched"], **settings).check({}) == {}
+    assert [*Export(drafter=make_small("dflash"), formats=["stitched"], **settings).check({})] == [
+        "export.formats"]
+
+
+def test_commands_serve_the_folder_alone() -> None:
+    commands = FORMATS["stitched"].commands("mtp", Path("/a b/whole"), "org/target", 3)
+    assert commands == {"vllm": "vllm serve '/a b/whole' --speculative-config "
+                                """'{"method": "mtp", "num_speculative_tokens": 3}'"""}
+    assert FORMATS["changes"].commands("mtp", ".", "org/target", 3)["apply"].startswith(
+        "python tools/apply_mtp.py . ")

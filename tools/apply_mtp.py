@@ -1,0 +1,90 @@
+"""Puts a trained MTP module into a copy of its target, which a server then loads.
+
+    python tools/apply_mtp.py CHANGES TARGET FOLDER
+
+CHANGES is the folder `changes` of a finished stage export (or a download of it), TARGET the complete
+checkpoint that the module was trained for, FOLDER is made. Files that stay as they are become hard links, or
+copies where FOLDER lies on another disk; TARGET is only read. `--other-weights` takes a target of the same
+sizes whose files are not those that were trained with. Exit status: 0, or 1 with one sentence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from safetensors.torch import load_file  # noqa: E402
+
+from trainer.errors import UserError  # noqa: E402
+from trainer.export.formats import FORMATS  # noqa: E402
+from trainer.export.stitched import stitch  # noqa: E402
+from trainer.target import SIZES, check_folder, folder_identity  # noqa: E402
+
+
+def record_of(changes: Path) -> dict[str, Any]:
+    """config.json of the changes; UserError for a folder of anything else."""
+    try:
+        found = json.loads((changes / "config.json").read_text())
+        if {"config_changes", "target_config", "steps"} <= found.keys():
+            return found
+        reason = "its config.json is of something else"
+    except (OSError, ValueError) as error:
+        reason = str(error)
+    raise UserError(f"{changes} is no folder of changes ({reason}); give the folder changes of a finished "
+                    "stage export")
+
+
+def require_target(changes: Path, target: Path, expected: dict[str, Any], other_weights: bool) -> None:
+    """Raises unless the changes can be put into the target."""
+    check_folder(target)
+    config = json.loads((target / "config.json").read_text())
+    config = config.get("text_config", config)
+    for key in SIZES:
+        if config[key] != expected[key]:
+            raise UserError(f"{target} has {key} {config[key]}, and the module in {changes} is of a target "
+                            f"with {expected[key]}; take that target")
+    facts = changes / "speculator.json"
+    identity = json.loads(facts.read_text())["target_identity"] if facts.is_file() else None
+    if identity not in (None, folder_identity(target)) and not other_weights:
+        raise UserError(f"{target} (identity {folder_identity(target)}) is not the target that the module in "
+                        f"{changes} was trained for ({identity}): its weights, tokenizer or template differ; "
+                        "take that one, or say --other-weights, and expect fewer accepted tokens")
+
+
+def apply(changes: Path, target: Path, folder: Path, other_weights: bool) -> dict[str, str]:
+    """Makes the folder; commands that serve it. UserError for anything to mend."""
+    if folder.exists():
+        raise UserError(f"{folder} is there already; give the name of a folder that is not")
+    record = record_of(changes)
+    expected = record.pop("target_config")
+    require_target(changes, target, expected, other_weights)
+    tensors = load_file(changes / "model.safetensors")
+    partial = folder.with_name(folder.name + ".partial")
+    stitch(target, partial, tensors, {**record, "tensors": sorted(tensors)})
+    partial.rename(folder)
+    return FORMATS["stitched"].commands(record["method"], folder, str(target), record["steps"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("changes", "target", "folder"):
+        parser.add_argument(name, type=Path)
+    parser.add_argument("--other-weights", action="store_true")
+    options = parser.parse_args()
+    try:
+        commands = apply(options.changes, options.target, options.folder, options.other_weights)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"serve it: {commands['vllm']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

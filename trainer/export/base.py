@@ -1,0 +1,82 @@
+"""The promise of a folder format: written field by field, read back, and served."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from trainer.architectures.base import Exported
+from trainer.errors import UserError
+
+Place = Path | str  # a folder, or a name on the Hub
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What a folder says about its use: the target to serve it with and the default draft length; `folder` is
+    where the target lies on this machine, for formats that take files of it."""
+
+    target: str
+    target_architectures: list[str]
+    default_k: int
+    folder: Path | None = None
+
+
+class Format(ABC):
+    name: str
+    use: str  # whom it is for, as the end of a run says it
+
+    @abstractmethod
+    def config(self, exported: Exported, serving: Serving) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def parse(self, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Geometry and method keys of a config of this format."""
+
+    def served(self, folder: Place, target: Place) -> tuple[Place, Place | None]:
+        """What a server loads as its model, and as its drafter (None: the model has it inside)."""
+        return target, folder
+
+    def commands(self, method: str, folder: Place, target: str, k: int) -> dict[str, str]:
+        """Commands by platform that serve the folder with drafts of `k` tokens."""
+        model, drafter = self.served(folder, target)
+        speculation = {"method": method, **({} if drafter is None else {"model": str(drafter)}),
+                       "num_speculative_tokens": k}
+        return {"vllm": f"vllm serve {shlex.quote(str(model))} --speculative-config "
+                        f"{shlex.quote(json.dumps(speculation))}"}
+
+    def write(self, folder: Path, exported: Exported, serving: Serving, dtype: torch.dtype) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        config = self.config(exported, serving)
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        save_file(in_dtype(exported, dtype), folder / "model.safetensors", metadata={"format": "pt"})
+
+    def read(self, folder: Path) -> Exported:
+        """The content of a folder inside a finished stage `export` as it lies on disk, tensors in float32."""
+        try:
+            geometry, keys = self.parse(json.loads((folder / "config.json").read_text()))
+            weights = self.weights(folder)
+        except (OSError, json.JSONDecodeError, KeyError, SafetensorError) as error:
+            raise UserError(f"{folder} is not a readable {self.name} speculator ({type(error).__name__}: "
+                            f"{error}); remove {folder.parent} and run the same command again") from error
+        weights = {name: tensor.float() if tensor.is_floating_point() else tensor
+                   for name, tensor in weights.items()}
+        return Exported(weights, geometry, {self.name: keys})
+
+    def weights(self, folder: Path) -> dict[str, Tensor]:
+        return load_file(folder / "model.safetensors")
+
+
+def in_dtype(exported: Exported, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The weights as they are written."""
+    return {name: tensor.to(dtype if tensor.is_floating_point() and name not in exported.exact
+                            else tensor.dtype).contiguous() for name, tensor in exported.weights.items()}

@@ -1,0 +1,135 @@
+"""Formats of a drafter that lives inside its target, as MTP modules do.
+
+`stitched` is the complete target with the trained tensors put back: a server needs nothing else. `changes`
+has these tensors alone, a small folder for the Hub, which `tools/apply_mtp.py` puts into a target anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from trainer.architectures.base import Exported
+from trainer.errors import UserError
+from trainer.export.base import Format, Place, Serving, in_dtype
+from trainer.target_head import read_tensors, tensor_names
+
+INDEX, RECORD, ADDED = "model.safetensors.index.json", "mtp.json", "model-mtp.safetensors"
+SMALL = (".json", ".jinja", ".model", ".txt", ".py", ".tiktoken")  # what a target has beside its weights
+OWN = ("README.md", "speculator.json", "made.json", "config.json", INDEX, RECORD)  # not taken from it
+
+
+class Changes(Format):
+    name = "changes"
+    use = "the trained tensors alone, which tools/apply_mtp.py puts into the target"
+
+    def config(self, exported: Exported, serving: Serving) -> dict[str, Any]:
+        return {**exported.flavours[self.name], "target": serving.target, "target_config": exported.geometry}
+
+    def parse(self, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        return config["target_config"], config
+
+    def commands(self, method: str, folder: Place, target: str, k: int) -> dict[str, str]:
+        apply = f"python tools/apply_mtp.py {folder} FOLDER_OF_THE_TARGET NEW_FOLDER"
+        return {"apply": apply} | Stitched().commands(method, "NEW_FOLDER", target, k)
+
+
+class Stitched(Format):
+    name = "stitched"
+    use = "the complete target with the trained module inside"
+
+    def config(self, exported: Exported, serving: Serving) -> dict[str, Any]:
+        return {**exported.flavours[self.name], "tensors": sorted(exported.weights)}
+
+    def parse(self, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        return config.get("text_config", config), config
+
+    def served(self, folder: Place, target: Place) -> tuple[Place, Place | None]:
+        return folder, None
+
+    def write(self, folder: Path, exported: Exported, serving: Serving, dtype: torch.dtype) -> None:
+        assert serving.folder is not None, "a stitched folder takes the files of its target"
+        stitch(serving.folder, folder, in_dtype(exported, dtype), self.config(exported, serving))
+
+    def read(self, folder: Path) -> Exported:
+        found = super().read(folder)
+        return Exported(found.weights, found.geometry, {self.name: json.loads((folder / RECORD).read_text())})
+
+    def weights(self, folder: Path) -> dict[str, Tensor]:
+        return read_tensors(folder, json.loads((folder / RECORD).read_text())["tensors"])
+
+
+def stitch(target: Path, folder: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
+    """Writes into `folder` the complete `target` with these tensors in place of its own of the same names, or
+    beside its own: shards that change, the index and config.json (with `record["config_changes"]`) are
+    written anew, all other files are hard links, or copies on another disk. `record` is kept in mtp.json.
+    Nothing in `target` is opened for writing. Raises UserError for tensors that do not fit those in place."""
+    folder.mkdir(parents=True, exist_ok=True)
+    places = tensor_names(target)
+    changed = {places[name] for name in tensors if name in places}
+    for path in {*places.values()} - changed:
+        link(path, folder / path.name)
+    for path in sorted(target.rglob("*")):
+        name = path.relative_to(target)
+        hidden = any(part.startswith(".") for part in name.parts)
+        small = path.suffix in SMALL or path.name.startswith(("LICENSE", "NOTICE"))
+        if path.is_file() and small and not hidden and str(name) not in OWN:
+            link(path, folder / name)
+    for path in changed:
+        _rewrite(path, folder / path.name, tensors)
+    added = {name: tensor for name, tensor in tensors.items() if name not in places}
+    if added:
+        save_file(added, folder / ADDED, metadata={"format": "pt"})
+    if added or (target / INDEX).is_file():
+        _write_index(target, folder, {name: path.name for name, path in places.items()}
+                     | dict.fromkeys(added, ADDED))
+    config = json.loads((target / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **record["config_changes"]}, indent=2) + "\n")
+    (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+
+
+def link(source: Path, place: Path) -> None:
+    """A hard link, or a copy where there can be none."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    source = source.resolve()  # a cache of the Hub has symbolic links
+    try:
+        os.link(source, place)
+    except OSError:  # another disk, or one without links
+        shutil.copyfile(source, place)
+
+
+def _rewrite(source: Path, place: Path, tensors: dict[str, Tensor]) -> None:
+    """The shard with some of its tensors replaced; the others keep their bytes."""
+    with safe_open(source, framework="pt") as file:
+        metadata, kept = file.metadata(), {}
+        for name in file.keys():  # noqa: SIM118 - it is no dict
+            kept[name] = file.get_tensor(name)
+            if name in tensors:
+                if kept[name].shape != tensors[name].shape:
+                    raise UserError(f"{source} has {name} of size {list(kept[name].shape)} where the "
+                                    f"trained one has {list(tensors[name].shape)}; it is another target: "
+                                    "take the one that the module was trained for")
+                kept[name] = tensors[name]
+    save_file(kept, place, metadata=metadata)
+
+
+def _write_index(target: Path, folder: Path, places: dict[str, str]) -> None:
+    path = target / INDEX
+    index = json.loads(path.read_text()) if path.is_file() else {"metadata": {}}
+    total = 0
+    for file in sorted(set(places.values())):
+        with (folder / file).open("rb") as shard:
+            header = json.loads(shard.read(int.from_bytes(shard.read(8), "little")))
+        total += sum(each["data_offsets"][1] - each["data_offsets"][0]
+                     for name, each in header.items() if name != "__metadata__")
+    index = {**index, "metadata": {**index.get("metadata", {}), "total_size": total},
+             "weight_map": dict(sorted(places.items()))}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -53,8 +53,12 @@ class Export(Stage):
     version: ClassVar[int] = 1
 
     def check(self, stages: Mapping[str, Any]) -> dict[str, str]:
-        problem = draft_problem(self.drafter, self.default_k)
-        return {} if problem is None else {"export.default_k": problem}
+        problem, served = draft_problem(self.drafter, self.default_k), self.drafter.func.formats
+        found = {} if problem is None else {"export.default_k": problem}
+        if others := [form for form in self.formats if form not in served]:
+            found["export.formats"] = (f"must be among {', '.join(served)}, which servers read of this "
+                                       f"drafter, but {', '.join(others)} is in it")
+        return found
 
     def external(self) -> dict[str, Any]:
         return self.target.facts

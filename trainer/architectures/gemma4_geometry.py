@@ -96,7 +96,8 @@ def difference(given: dict[str, Any], own: dict[str, Any]) -> str | None:
         if found[key] != expected[key]:
             remedy = f"set {REMEDIES[key]} to it" if key in REMEDIES else \
                 "it belongs to another target, so begin without it"
-            return f"its {key} is {found[key]}, and here it is {expected[key]}; {remedy}"
+            shown = ["null" if each is None else each for each in (found[key], expected[key])]
+            return f"its {key} is {shown[0]}, and here it is {shown[1]}; {remedy}"
     return None
 
 

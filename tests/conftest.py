@@ -24,7 +24,7 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 @pytest.fixture(scope="session")
 def tiny_gemma4(tmp_path_factory: pytest.TempPathFactory) -> Target:
     source = RandomGemma4(hidden_size=64, kinds=["sliding_attention", "full_attention"] * 2, heads=4,
-                          key_value_heads=2, head_dim=16, global_head_dim=32, window=16,
+                          key_value_heads=2, head_dim=32, global_head_dim=64, window=16,
                           intermediate_size=128, vocab_size=320, seed=7, scale=0.2,
                           runtime=Kept(str(tmp_path_factory.mktemp("cache"))))
     return Target("tiny-gemma4", source, "<|mask|>", [2, 4], {}, 512, False)

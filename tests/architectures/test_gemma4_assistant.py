@@ -227,7 +227,7 @@ OTHERS = {  # of an assistant's config.json: what is changed, and what is told
     "another target": ({"backbone_hidden_size": 96}, {},
                        "backbone_hidden_size is 96, and here it is 64; it belongs to another target"),
     "other keys": ({}, {"head_dim": 8}, "key heads and head_dim of sliding_attention is (2, 8), and here it "
-                                        "is (2, 16); it belongs to another target"),
+                                        "is (2, 32); it belongs to another target"),
     "another window": ({}, {"sliding_window": 8}, "sliding_window is 8, and here it is 16"),
     "other layers": ({}, {"layer_types": [FULL, FULL]}, "set drafter.layer_types to it"),
     "another size": ({}, {"hidden_size": 40}, "is 40, and here it is 32; set drafter.hidden_size to it"),

@@ -59,7 +59,7 @@ def inputs(tiny_gemma4: Target) -> dict[str, Tensor]:
 def of(drafter: Gemma4Assistant, inputs: dict[str, Tensor]) -> Tensor:
     """The taps that the drafter reads, of all."""
     hidden = drafter.head.hidden_size
-    widths = [hidden, 2 * 2 * 32, 2 * 2 * 16]  # two key heads of 32 and of 16
+    widths = [hidden, 2 * 2 * 64, 2 * 2 * 32]  # two key heads of 64 and of 32
     parts = dict(zip(TAPS, inputs["taps"].split(widths, dim=-1), strict=True))
     return torch.cat([parts[tap] for tap in drafter.tap_layers], dim=-1)
 

@@ -223,6 +223,32 @@ def test_transformers_writes_what_training_begins_with(target: Target, tmp_path:
     assert torch.equal(begun.layers[1].self_attn.q_proj.weight, model.model.layers[1].self_attn.q_proj.weight)
 
 
+@pytest.mark.parametrize("settings", [{}, {"layer_types": [SLIDING, FULL, SLIDING, FULL], "hidden_size": 96},
+                                      CENTROIDS])
+def test_transformers_has_our_logits(target: Target, batch: Batch, tmp_path: Path,
+                                     settings: dict[str, Any]) -> None:
+    """Loaded by its own class, fed by its own target. It does not cap logits, and lets sliding layers see one
+    token more than a target's do (and vLLM's): here it is given no more than those."""
+    from transformers import AutoModelForCausalLM, Gemma4AssistantForCausalLM
+
+    drafter = make(target, **settings).eval()
+    assistant = Gemma4AssistantForCausalLM.from_pretrained(start_of(drafter, tmp_path)).eval()
+    model = AutoModelForCausalLM.from_pretrained(target.folder).eval()
+    *known, token = batch.tokens[:22].tolist()
+    ours = drafter.draft_logits(drafter.extend(drafter.new_context(), known, batch.taps[:21]), token, STEPS)
+    with torch.inference_mode():
+        given = model.get_decoder()(torch.tensor([known]), return_shared_kv_states=True, use_cache=False)
+        shared = {kind: tuple(part[:, :, -16:] if kind == SLIDING else part for part in parts)
+                  for kind, parts in given.shared_kv_states.items()}
+        fed, place = given.last_hidden_state[:, -1:], torch.tensor([[len(known) - 1]])
+        for expected in ours:
+            both = torch.cat([model.get_input_embeddings()(torch.tensor([[token]])), fed], dim=-1)
+            found = assistant(inputs_embeds=both, position_ids=place, shared_kv_states=shared)
+            logits, fed, token = found.logits[0, 0], found.last_hidden_state, int(expected.argmax())
+            logits = logits if settings is CENTROIDS else torch.tanh(logits / 30) * 30
+            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
 OTHERS = {  # of an assistant's config.json: what is changed, and what is told
     "another kind": ({"model_type": "gemma4_text"}, {},
                      "model_type is gemma4_text, expected gemma4_assistant"),

@@ -10,7 +10,7 @@ import torch
 from disks import mounted
 
 from trainer.target import Target
-from trainer.target_made import Kept, RandomLlama
+from trainer.target_made import Kept, RandomGemma4, RandomLlama
 
 
 @pytest.fixture(scope="session")
@@ -19,6 +19,15 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
                          vocab_size=320, tied=True, seed=7, scale=0.2,
                          runtime=Kept(str(tmp_path_factory.mktemp("cache"))))
     return Target("tiny", source, "<|mask|>", [1, 2], {}, 512, False)
+
+
+@pytest.fixture(scope="session")
+def tiny_gemma4(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    source = RandomGemma4(hidden_size=64, kinds=["sliding_attention", "full_attention"] * 2, heads=4,
+                          key_value_heads=2, head_dim=32, global_head_dim=64, window=16,
+                          intermediate_size=128, vocab_size=320, seed=7, scale=0.2,
+                          runtime=Kept(str(tmp_path_factory.mktemp("cache"))))
+    return Target("tiny-gemma4", source, "<|mask|>", [2, 4], {}, 512, False)
 
 
 @pytest.fixture(scope="session")

@@ -147,6 +147,7 @@ def test_given_answers_in_a_recipe_that_samples(home: Home, capfd: pytest.Captur
         "cannot take and does without\n")
 
 
+GEMMA4 = "drafter=gemma4_assistant export.formats=[native] evaluate.format=native"
 CHECKED = {  # what is set, and a part of what is told
     "prompts without answers": ("responses=as_given", "prompts bring no answer that is not empty"),
     "a draft vocabulary too small": ("drafter.draft_vocab_size=1", "=1 must lie between the 2 special"),
@@ -166,6 +167,13 @@ CHECKED = {  # what is set, and a part of what is told
         "belongs to drafter=dflash, dflash2, dspark, and not to drafter=eagle3\n"),
     "more candidates than tokens": ("drafter=dflash2 export.default_k=3 drafter.selector_top_k=999",
                                     "must be at most"),
+    "keys and values from a folder": (f"{GEMMA4} target=tiny_gemma4", "must be in_process, since the drafter "
+                                      "reads the last state of every token, the keys and values of full"),
+    "keys and values from a server": (f"{GEMMA4} target=tiny_gemma4 hidden_states=online target_engine=vllm",
+                                      "which the target gives in this process alone: no folder"),
+    "keys and values of a Llama": (f"{GEMMA4} hidden_states=in_process", "the target's model_type is llama"),
+    "a format that no server reads": ("drafter=gemma4_assistant target=tiny_gemma4 hidden_states=in_process",
+                                      "export.formats (conf/export/vllm.yaml): must be among native, which"),
 }
 
 

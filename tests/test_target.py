@@ -17,7 +17,7 @@ from tiny import copied
 
 from trainer.errors import UserError
 from trainer.target import Folder, Hub, Target, check_folder
-from trainer.target_made import Kept, PackagedGguf, RandomLlama, _made_once, _require_unchanged
+from trainer.target_made import Kept, PackagedGguf, RandomGemma4, RandomLlama, _made_once, _require_unchanged
 
 
 @pytest.fixture
@@ -290,3 +290,12 @@ def test_a_tokenizer_that_cannot_be_loaded_is_told(tiny_target: Target, folder: 
     (folder / "tokenizer.json").write_text('{"version": "1.0"}')
     with pytest.raises(UserError, match="the tokenizer in .* cannot be loaded"):
         _ = replace(tiny_target, source=Folder(str(folder))).tokenizer
+
+
+def test_a_random_gemma4_has_a_layer_of_full_attention_at_its_end(tmp_path: Path) -> None:
+    kinds = ["sliding_attention", "full_attention"]
+    right = RandomGemma4(32, kinds, 2, 1, 16, 32, 8, 48, 280, 3, 0.2, Kept(str(tmp_path)))
+    config = json.loads((right.folder() / "config.json").read_text())
+    assert config["model_type"] == "gemma4_text" and config["layer_types"] == kinds
+    with pytest.raises(UserError, match="do not make a Gemma 4: its last layer has full attention"):
+        replace(right, kinds=kinds[::-1]).folder()

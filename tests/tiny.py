@@ -21,13 +21,14 @@ from trainer.architectures.base import Drafter
 from trainer.architectures.dflash import DFlash
 from trainer.engines.base import TargetEngine
 from trainer.engines.transformers import TransformersEngine, TransformersRuntime
+from trainer.errors import UserError
 from trainer.evaluate.while_training import Acceptance, AcceptanceRuntime
 from trainer.hidden_states.base import Manifest
 from trainer.hidden_states.offline import Offline, OfflineRuntime
 from trainer.hidden_states.writer import ShardWriter
-from trainer.records import HiddenStates, Sample
+from trainer.records import HiddenStates, Sample, Tap
 from trainer.target import Folder, Target
-from trainer.training.build import build_drafter
+from trainer.training.build import build_drafter, require_buildable
 
 
 def engine(dtype: str = "float32", batch: int = 4, prefill_tokens: int = 0, max_length: int = 512,
@@ -67,7 +68,7 @@ def random_samples(lengths: Sequence[int], prompt: int = 8, seed: int = 0) -> li
             for number, length in enumerate(lengths)]
 
 
-def states_of(target: Target, samples: Sequence[Sample], tap_layers: Sequence[int]) -> list[HiddenStates]:
+def states_of(target: Target, samples: Sequence[Sample], tap_layers: Sequence[Tap]) -> list[HiddenStates]:
     with engine().load(target.folder, target.end_ids) as loaded:
         return list(loaded.hidden_states([sample.tokens for sample in samples], tap_layers))
 
@@ -140,22 +141,34 @@ def small(target: Target, name: str, counts: Tensor | None = None, **settings: A
                          torch.arange(320).flip(0) if counts is None else counts)
 
 
+# what no other drafter has, or has by another name or of another size
+OWN = {"gemma4_assistant": {"layer_types": ["sliding_attention", "full_attention"], "hidden_size": 32,
+                            "heads": 2, "intermediate_size": 48},
+       "mtp": {"tap_layers": [3]}}  # the tiny target has three layers
+
+
+def suits(target: Target, name: str) -> bool:
+    """Whether a drafter of this name can be built for the target."""
+    try:
+        require_buildable(make_small(name), target, None)
+    except UserError:
+        return False
+    return True
+
+
 def make_dflash(**settings: Any) -> partial[DFlash]:
     return make_small("dflash", **settings)
-
-
-READS = {"mtp": {"tap_layers": [3]}}  # the tiny target has three layers
 
 
 def make_small(name: str, **settings: Any) -> partial[Any]:
     node = yaml.safe_load((Path(__file__).parents[1] / f"conf/drafter/{name}.yaml").read_text())
     given = {"layers": 2, "block_size": 5, "steps": 4, "anchors": 24, "tap_layers": [1, 2],
              "draft_vocab_size": 280, "markov_rank": 6, "selector_rank": 6, "selector_top_k": 5, "seed": 3,
-             "attention": "reference", "loss_chunk": 10_000, "start": "random", **READS.get(name, {})}
-    assert set(settings) <= set(node)
+             "attention": "reference", "loss_chunk": 10_000, "start": "random"}
     kind = get_class(node["_target_"])
     kept = {key: value for key, value in node.items() if key[0] != "_"}
-    kept |= {key: value for key, value in given.items() if key in node} | settings
+    kept |= {key: value for key, value in given.items() if key in node} | OWN.get(name, {}) | settings
+    assert set(kept) <= set(node)
     if isinstance(kept["objective"], str):
         kept["objective"] = objective(kept["objective"])
     elif isinstance(kept["objective"], dict):

@@ -6,6 +6,7 @@ reads. """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -64,9 +65,37 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class LastState:
+    """A tap: the stream after all layers, before the final norm, of every token: [hidden]."""
+
+    def __str__(self) -> str:
+        return "the last state of every token"
+
+
+@dataclass(frozen=True)
+class KeysValues:
+    """A tap: keys, turned to their positions, and values of the target's last layer of this `kind` of
+    attention that has its own: [2 * kv_heads * head_dim], the keys first, for each token."""
+
+    kind: str
+
+    def __str__(self) -> str:
+        return f"the keys and values of {self.kind}"
+
+
+Tap = int | LastState | KeysValues  # a layer id, or what only a target in this process gives
+
+
+def stored(taps: Sequence[Tap]) -> tuple[int, ...]:
+    """The layer ids among taps: what folders hold and servers hand out."""
+    return tuple(tap for tap in taps if isinstance(tap, int))
+
+
+@dataclass(frozen=True)
 class HiddenStates:
-    """Hidden states of one sample. `taps` [tokens, layers * hidden] in ascending layer order, `last` [tokens,
-    hidden] is the stream before the final norm; both in the dtype in which they were stored."""
+    """Hidden states of one sample. `taps` [tokens, layers * hidden] in ascending layer order, behind them the
+    taps that are no layer ids, as they were asked for; `last` [tokens, hidden] is the stream before the final
+    norm; both in the dtype in which they were stored."""
 
     taps: Tensor
     last: Tensor
@@ -77,8 +106,8 @@ class Batch:
     """Several samples packed into one row of `T` tokens, no padding between them.
 
     tokens [T] int64, loss_mask [T] bool, document [T] int64 (0, 1, ...; -1 is padding at the end), position
-    [T] int64 (restarts in every document), taps [T, layers * hidden], last [T, hidden]. `seed` decides every
-    random draw. """
+    [T] int64 (restarts in every document), taps [T, layers * hidden, or more as in HiddenStates], last [T,
+    hidden]. `seed` decides every random draw. """
 
     tokens: Tensor
     loss_mask: Tensor

@@ -15,11 +15,11 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from trainer import _folders
 from trainer.errors import UserError
-from trainer.ranges import Above, AtLeast, AtMost, Count, Seed, Text
+from trainer.ranges import Above, AtLeast, AtMost, Count, Filled, Seed, Text
 from trainer.target import TargetSource
 
 MADE = "made.json"  # the sums of the other files in a made folder
@@ -79,9 +79,7 @@ class RandomLlama(TargetSource):
             raise UserError(f"target.source.hidden_size={self.hidden_size}, heads={self.heads} and "
                             f"key_value_heads={self.key_value_heads} do not go together: the hidden size "
                             "must be a multiple of twice the heads, the heads of those of keys and values")
-        settings = {key: value for key, value in asdict(self).items() if key != "runtime"}
-        name = "random-" + hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
-        return _made_once(self.runtime.cache, name, self._make)
+        return _made_once(self.runtime.cache, _named("random", self), self._make)
 
     def _make(self, folder: Path) -> None:
         import torch
@@ -99,6 +97,63 @@ class RandomLlama(TargetSource):
             model = LlamaForCausalLM(config)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+
+
+@dataclass(frozen=True)
+class RandomGemma4(TargetSource):
+    """As RandomLlama, a Gemma 4: `kinds` are those of its layers' attention, of which the last is full;
+    `window` is the number of tokens that sliding attention sees. Here it is a small `scale`, below 0.1, that
+    makes answers wild."""
+
+    hidden_size: Count
+    kinds: Annotated[list[Literal["sliding_attention", "full_attention"]], Filled()]
+    heads: Count
+    key_value_heads: Count
+    head_dim: Count
+    global_head_dim: Count
+    window: Count
+    intermediate_size: Count
+    vocab_size: Annotated[int, AtLeast(264)]
+    seed: Seed
+    scale: Annotated[float, Above(0), AtMost(1)]
+    runtime: Kept
+
+    def folder(self) -> Path:
+        if self.kinds[-1] != "full_attention" or self.heads % self.key_value_heads \
+                or self.head_dim % 2 or self.global_head_dim % 8:
+            raise UserError(f"target.source.kinds={self.kinds}, heads={self.heads}, key_value_heads="
+                            f"{self.key_value_heads}, head_dim={self.head_dim} and global_head_dim="
+                            f"{self.global_head_dim} do not make a Gemma 4: its last layer has full "
+                            "attention, its heads are a multiple of those of keys and values, head_dim of 2 "
+                            "and global_head_dim of 8")
+        return _made_once(self.runtime.cache, _named("random-gemma4", self), self._make)
+
+    def _make(self, folder: Path) -> None:
+        import torch
+        from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+        tokenizer = byte_tokenizer(self.vocab_size)
+        config = Gemma4TextConfig(hidden_size=self.hidden_size, num_hidden_layers=len(self.kinds),
+                                  layer_types=list(self.kinds), vocab_size=self.vocab_size,
+                                  num_attention_heads=self.heads, num_key_value_heads=self.key_value_heads,
+                                  head_dim=self.head_dim, global_head_dim=self.global_head_dim,
+                                  num_global_key_value_heads=self.key_value_heads, attention_k_eq_v=True,
+                                  sliding_window=self.window, intermediate_size=self.intermediate_size,
+                                  hidden_size_per_layer_input=0, vocab_size_per_layer_input=0,
+                                  final_logit_softcapping=30.0, max_position_embeddings=2048,
+                                  initializer_range=self.scale, pad_token_id=None,
+                                  bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)
+        with torch.random.fork_rng():
+            torch.manual_seed(self.seed)
+            model = Gemma4ForCausalLM(config)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def _named(kind: str, source: Any) -> str:
+    """The name of the folder for a source with these settings."""
+    settings = {key: value for key, value in asdict(source).items() if key != "runtime"}
+    return f"{kind}-" + hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def byte_tokenizer(vocab_size: int) -> Any:

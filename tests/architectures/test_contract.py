@@ -13,7 +13,7 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import make_small, small, uneven
+from tiny import make_small, small, suits, uneven
 
 from trainer.architectures.base import Drafter
 from trainer.data.packing import collate
@@ -21,7 +21,7 @@ from trainer.engines.transformers import TransformersEngine, TransformersRuntime
 from trainer.errors import UserError
 from trainer.evaluate.decode import Selection
 from trainer.export.formats import FORMATS, Serving
-from trainer.records import Batch, Sample
+from trainer.records import Batch, Sample, Tap
 from trainer.target import Target
 from trainer.target_head import load_target_head
 from trainer.training.build import draft_problem
@@ -46,17 +46,36 @@ def make(name: str, target: Target, **settings: Any) -> Drafter:
                                   if key in settings or key in SMALL})
 
 
+@pytest.fixture
+def tiny_target(name: str, tiny_target: Target, tiny_gemma4: Target) -> Target:
+    """The first that suits the drafter of a test."""
+    return next(target for target in (tiny_target, tiny_gemma4) if suits(target, name))
+
+
 @pytest.fixture(scope="module")
-def both(tiny_target: Target) -> Batch:
-    """With the states of the layers 1 and 2, which most drafters read."""
+def batches() -> dict[tuple[Tap, ...], Batch]:
+    """Those that were made, by what is tapped: each of a target of its own."""
+    return {}
+
+
+@pytest.fixture
+def batch(name: str, tiny_target: Target, batches: dict[tuple[Tap, ...], Batch]) -> Batch:
+    made = make_small(name)
+    taps = made.func.reads(**made.keywords)[0]
+    if taps not in batches:
+        batches[taps] = batch_of(tiny_target, taps)
+    return batches[taps]
+
+
+def batch_of(target: Target, taps: tuple[Tap, ...]) -> Batch:
     generator = torch.Generator().manual_seed(0)
     samples = []
     for number, length in enumerate((40, 57, 23)):
         tokens = torch.randint(0, 256, (length,), generator=generator).tolist()
         samples.append(Sample(f"s{number}", tuple(tokens), tuple(index >= 8 for index in range(length))))
     engine = TransformersEngine("float32", 4, 0, 512, False, TransformersRuntime("cpu"))
-    with engine.load(tiny_target.folder, tiny_target.end_ids):
-        states = list(engine.hidden_states([sample.tokens for sample in samples], [1, 2]))
+    with engine.load(target.folder, target.end_ids):
+        states = list(engine.hidden_states([sample.tokens for sample in samples], taps))
     return collate(samples, states, seed=11, device="cpu")
 
 
@@ -362,7 +381,7 @@ def test_a_folder_with_another_vocabulary_s_tensors_is_refused(name: str, damage
         return
     with pytest.raises(UserError, match="d2t does not name 300 ascending ids" if damage.startswith("ids")
                        and rows < 320 else f"draft_vocab_size={rows} of 320, but its tensors have"):
-        type(drafter).restore(replace(exported, weights=weights), "speculators", head)
+        type(drafter).restore(replace(exported, weights=weights), drafter.formats[0], head)
 
 
 def _part(batch: Batch, document: int) -> Batch:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from trainer.engines.transformers import TransformersEngine
 from trainer.errors import UserError
-from trainer.records import Sampling
+from trainer.records import KeysValues, LastState, Sampling
 from trainer.target import Target
 
 GREEDY = Sampling(40, 0.0, 1.0, 0)
@@ -145,6 +145,39 @@ def test_rewinding_leaves_no_trace(tiny_target: Target) -> None:
         rewound.rewind(len(PROMPTS[0]))
         for one, two in zip(fresh.step([5, 6]), rewound.step([5, 6]), strict=True):
             assert torch.equal(one, two)
+
+
+TAPS = (2, 4, LastState(), KeysValues("sliding_attention"), KeysValues("full_attention"))
+
+
+def test_keys_and_values_are_those_that_the_target_shares(tiny_gemma4: Target) -> None:
+    """Of the last layer of each kind; of several rows in one pass as of one."""
+    rows = [sample.tokens for sample in random_samples((40, 23), seed=5)]
+    model = AutoModelForCausalLM.from_pretrained(tiny_gemma4.folder, dtype=torch.float32).eval()
+    for prefill_tokens in (0, 200):
+        with engine(prefill_tokens=prefill_tokens).load(tiny_gemma4.folder, ENDS) as loaded:
+            found = list(loaded.hidden_states(rows, TAPS))
+        for row, states in zip(rows, found, strict=True):
+            with torch.inference_mode():
+                kept = model.get_decoder()(torch.tensor([row]), return_shared_kv_states=True,
+                                           use_cache=False).shared_kv_states
+            shared = [part[0].transpose(0, 1).flatten(1) for kind in ("sliding_attention", "full_attention")
+                      for part in kept[kind]]
+            assert torch.equal(states.taps[:, 64:128], states.last)  # layer 4 of 4
+            torch.testing.assert_close(states.taps[:, 128:], torch.cat([states.last, *shared], dim=-1),
+                                       atol=1e-4, rtol=1e-4)
+
+
+def test_a_session_with_a_window_is_rewound_beyond_it(tiny_gemma4: Target) -> None:
+    """Sliding attention sees 16 tokens here; a refused draft is longer."""
+    [sample] = random_samples((50,), seed=5)
+    with engine().load(tiny_gemma4.folder, ENDS) as loaded:
+        whole, session, parts = next(loaded.hidden_states([sample.tokens], TAPS)), loaded.session(TAPS), []
+        for start, end in ((0, 10), (10, 40), (40, 41), (41, 50)):
+            parts.append(session.step(sample.tokens[start:end])[1])
+            session.step([7] * 20)
+            session.rewind(end)
+    torch.testing.assert_close(torch.cat(parts), whole.taps, atol=1e-4, rtol=1e-4)
 
 
 def test_the_model_is_freed_on_the_way_out(tiny_target: Target) -> None:

@@ -33,7 +33,9 @@ SMALL_SHARD = 40_000 / (1 << 30)  # GiB; the samples above need several of these
 def make(name: str, target: Target, tap_layers: list[int], **changes: Any) -> Probe:
     """The stage of conf/hidden_states/NAME.yaml on the tiny target; changes of `runtime` are added to it."""
     known = {"${target}": target, "${target_engine}": engine(), "${target.tap_layers}": tap_layers,
-             "${target_engine.dtype}": "float32", "${hardware.device}": "cpu"}
+             "${target_engine.dtype}": "float32", "${hardware.device}": "cpu",
+             "${target.max_length}": target.max_length, "${target.trust_remote_code}": False,
+             "${hidden_states.engine}": engine()}
 
     def build(value: Any) -> Any:
         if isinstance(value, str) and value.startswith("${"):

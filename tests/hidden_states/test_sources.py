@@ -17,7 +17,7 @@ from trainer.hidden_states.base import HiddenStateSource, Manifest
 from trainer.hidden_states.codec import Codec
 from trainer.hidden_states.extract import Probe
 from trainer.hidden_states.index import index_path
-from trainer.records import HiddenStates
+from trainer.records import HiddenStates, KeysValues, LastState
 from trainer.target import Target
 
 WAYS = sorted(path.stem for path in CONF.glob("*.yaml"))
@@ -69,6 +69,23 @@ def test_some_of_the_layers_are_given_as_if_they_were_all(name: str, tiny_target
     with pytest.raises(UserError, match=r"reads layers \[1, 5\] .* hold layers \[0, 1, 2, 3\] .*\[5\] are "
                                         "mi"):
         source_of(stage, tmp_path / "states", [5, 1])
+
+
+@pytest.mark.parametrize("name", ["online", "in_process"])
+@pytest.mark.parametrize("storage", STORAGES)
+def test_taps_that_no_folder_holds_lie_behind_the_layers(name: str, storage: str, tiny_target: Target,
+                                                         tmp_path: Path) -> None:
+    """They go through no storage; what a layer's states go through is not theirs."""
+    stage = make(name, tiny_target, [1, 2], storage=storage)
+    extract(stage, tmp_path / "states")
+    taps = [2, LastState(), KeysValues("full_attention")]
+    source = stage.source(folder=tmp_path / "states", layers=taps)
+    for sample, layer, every in zip(SAMPLES, expected_states(tiny_target, stage, [2]),
+                                    states_of(tiny_target, SAMPLES, taps), strict=True):
+        found = source.get(sample)
+        assert torch.equal(found.last, layer.last) and torch.equal(found.taps[:, :64], layer.taps)
+        assert torch.equal(found.taps[:, 64:], every.taps[:, 64:]) and found.taps.shape[1] == 64 * 2 + 2 * 32
+    source.close()
 
 
 @pytest.mark.parametrize("name", WAYS)

@@ -89,6 +89,9 @@ def share(model: nn.Module, target: Path) -> None:
             tensors |= {name: file.get_tensor(name) for name in file.keys()  # noqa: SIM118 - it is no dict
                         if name in ("model.embed_tokens.weight", "lm_head.weight")}
     embedding = tensors["model.embed_tokens.weight"]
+    if hasattr(model, "masked_embedding"):  # an assistant: its own table is that of its head alone
+        model.model.embed_tokens = nn.Embedding.from_pretrained(embedding)
+        return
     if not model.has_own_embed_tokens:
         fill(model.model.embed_tokens.weight, embedding)
     if not model.has_own_lm_head:
@@ -197,22 +200,50 @@ def chain_logits(config: VllmConfig, model: nn.Module, tokens: Tensor, states: T
     return {"logits": torch.cat([torch.full_like(found[0], float("nan")), *found])}
 
 
+def assistant_logits(config: VllmConfig, model: nn.Module, tokens: Tensor, states: Tensor) -> Found:
+    """Token after token at one position, from keys and values of the target. `states` has its last states,
+    normed, then keys and values of each kind of attention in the order of their names."""
+    text, attention = model.config.get_text_config(), config.compilation_config.static_forward_context
+    count, rest = len(tokens) - 1, states[:, model.config.backbone_hidden_size:]
+    metadata, place = {}, {}
+    for kind in sorted(set(text.layer_types)):
+        names = [name for name in attention if type(attention[name]).__name__ == "Attention"
+                 and text.layer_types[int(name.split(".layers.")[1].split(".")[0])] == kind]
+        cache = Cache(config, names)
+        made, slots = cache.metadata(count - 1, 1, causal=True)
+        width = cache.spec.num_kv_heads * cache.spec.head_size
+        keys, values, rest = rest[:, :width], rest[:, width:2 * width], rest[:, 2 * width:]
+        for name in names:
+            layer, parts = attention[name], [each.unflatten(-1, (-1, cache.spec.head_size)).contiguous()
+                                             for each in (keys, values)]
+            layer.impl.do_kv_cache_update(layer, *parts, layer.kv_cache, torch.arange(count))
+            metadata[name], place[name] = made, slots
+    fed, token, found = states[-1:, :model.config.backbone_hidden_size], tokens[-1:], []
+    for _ in range(config.speculative_config.num_speculative_tokens):
+        with set_forward_context(metadata, config, num_tokens=1, slot_mapping=place):
+            hidden, fed = model(token, torch.tensor([count - 1]), fed)
+        found.append(model.compute_logits(hidden))
+        token = found[-1].argmax(-1)
+    return {"logits": torch.cat([torch.full_like(found[0], float("nan")), *found])}
+
+
 DRAFT = {"DFlashQwen3ForCausalLM": block_logits, "DFlash2Qwen3ForCausalLM": candidate_scores,
          "Qwen3DSparkForCausalLM": corrected_logits, "Eagle3LlamaForCausalLM": chain_logits,
-         "Eagle3Qwen3ForCausalLM": chain_logits}
+         "Eagle3Qwen3ForCausalLM": chain_logits, "Gemma4MTP": assistant_logits}
 
 
 @torch.inference_mode()
 def draft(config: VllmConfig, model: nn.Module, inputs: dict[str, Tensor]) -> Found:
     """The server's first draft after a prompt. inputs: `tokens` [T], whose last one is the anchor, and the
-    target's state after L layers, `layer.L` [T - 1, hidden], for every L."""
-    states = torch.cat([inputs[f"layer.{layer}"] for layer in tapped(config)], dim=-1)
+    target's state after L layers, `layer.L` [T - 1, hidden], for every L; or `taps` [T - 1, width]."""
+    states = inputs["taps"] if "taps" in inputs else \
+        torch.cat([inputs[f"layer.{layer}"] for layer in tapped(config)], dim=-1)
     return DRAFT[type(model).__name__](config, model, inputs["tokens"], states)
 
 
 def tapped(config: VllmConfig) -> list[int]:
     """The target's layers that the server would hand to this drafter, in its order."""
-    return sorted(set(get_eagle3_aux_layers_from_config(config.speculative_config)))
+    return sorted(set(get_eagle3_aux_layers_from_config(config.speculative_config) or ()))
 
 
 def run(case: dict[str, Any], config: VllmConfig) -> tuple[dict[str, Any], Found]:
@@ -227,7 +258,7 @@ def run(case: dict[str, Any], config: VllmConfig) -> tuple[dict[str, Any], Found
         process_weights_after_loading(model, config.speculative_config.draft_model_config,
                                       torch.device("cpu"))
         found = draft(config, model.eval(), load_file(case["inputs"]))
-    if case["method"] != "eagle3":
+    if case["method"] not in ("eagle3", "mtp"):
         result |= {"causal": model.get_draft_attn_causal(), "mask_token_id": model.model.mask_token_id}
     return {**result, "class": type(model).__name__, "unset": unset}, found
 

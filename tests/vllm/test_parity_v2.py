@@ -133,7 +133,8 @@ def difference(made: dict[str, Any], right: str, found: str) -> float:
 
 def test_every_drafter_is_compared_somewhere(project: Path) -> None:
     """The others have modules of their own beside this one."""
-    others = {"dflash": "test_parity.py", "eagle3": "test_parity_eagle3.py", "mtp": "test_parity_mtp.py"}
+    others = {"dflash": "test_parity.py", "eagle3": "test_parity_eagle3.py", "mtp": "test_parity_mtp.py",
+              "gemma4_assistant": "test_parity_gemma4.py"}
     assert {path.stem for path in (project / "conf/drafter").glob("*.yaml")} == {*others, *CLASSES}
     assert all(Path(__file__).with_name(name).is_file() for name in others.values())
 

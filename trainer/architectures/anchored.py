@@ -22,7 +22,7 @@ from trainer.architectures.layers import RMSNorm
 from trainer.architectures.losses import CrossEntropy, Objective
 from trainer.architectures.vocabulary import Coverage, DraftVocabulary, counts_from, size_problem
 from trainer.kernels.select import training_problem
-from trainer.records import Batch, Ratio, Step
+from trainer.records import Batch, Ratio, Step, Tap
 from trainer.target_head import TargetHead
 
 QUIET = 0.2  # of the target's final norm. At its full scale a random start predicts its own last token with
@@ -62,7 +62,7 @@ class Anchored(Drafter):
         norm.weight.data.copy_(scale * (self.head.norm.float() + self.head.norm_offset))
 
     @classmethod
-    def reads(cls, **settings: Any) -> tuple[tuple[int, ...], bool]:
+    def reads(cls, **settings: Any) -> tuple[tuple[Tap, ...], bool]:
         return tuple(settings["tap_layers"]), settings["objective"].needs_teacher
 
     @classmethod

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from trainer.records import Batch, Step
+from trainer.records import Batch, Step, Tap
 from trainer.target_head import TargetHead
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Exported:
 class Drafter(nn.Module, ABC):
     """Trained parameters are float32 masters; the loop casts activations with autocast."""
 
-    tap_layers: tuple[int, ...]  # hidden states of the target that it reads, ascending
+    tap_layers: tuple[Tap, ...]  # what it reads of the target: layer ids, ascending, then other taps
     needs_last: bool             # whether the loss reads the target's last state
     max_k: int                   # longest draft that it was trained for
     method: str                  # the server's name of the method
@@ -71,7 +71,13 @@ class Drafter(nn.Module, ABC):
     @abstractmethod
     def extend(self, context: Any, tokens: Sequence[int], taps: Tensor) -> Any:
         """Takes in the next n committed `tokens`, which the target has processed, and their hidden states
-        `taps` [n, layers * hidden]."""
+        `taps` [n, layers * hidden], or as wide as what it reads is."""
+
+    def parts(self, taps: Tensor) -> dict[str, Tensor]:
+        """`taps` [n, ...] by what people call each of them."""
+        parts = taps.chunk(len(self.tap_layers), dim=-1)
+        return {f"hidden states of layer {tap}": part
+                for tap, part in zip(self.tap_layers, parts, strict=True)}
 
     @abstractmethod
     def draft_logits(self, context: Any, anchor: int, length: int) -> Tensor:
@@ -107,7 +113,8 @@ class Drafter(nn.Module, ABC):
         """A float32 copy whose exported tensors hold values of `dtype`: what such a folder describes."""
         copied = copy.deepcopy(self).requires_grad_(False)
         for parameter in copied.parameters():
-            parameter.copy_(parameter.to(dtype))
+            if parameter.is_floating_point():
+                parameter.copy_(parameter.to(dtype))
         return copied
 
     @classmethod
@@ -126,7 +133,7 @@ class Drafter(nn.Module, ABC):
         return {}
 
     @classmethod
-    def reads(cls, **settings: Any) -> tuple[tuple[int, ...], bool]:
+    def reads(cls, **settings: Any) -> tuple[tuple[Tap, ...], bool]:
         """The `tap_layers` and `needs_last` of a drafter with these settings, which is not built for it."""
         return (), False
 

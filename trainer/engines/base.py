@@ -9,11 +9,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import ClassVar, Self
 
 from torch import Tensor
 
-from trainer.records import Completion, HiddenStates, Sampling
+from trainer.records import Completion, HiddenStates, Sampling, Tap
 
 
 class Session(ABC):
@@ -22,7 +22,7 @@ class Session(ABC):
     @abstractmethod
     def step(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Reads `tokens` after what was read before; returns logits [n, V] float32 and taps
-        [n, layers * hidden]."""
+        [n, layers * hidden], or as wide as the taps that were asked for."""
 
     @abstractmethod
     def rewind(self, length: int) -> None:
@@ -33,6 +33,7 @@ class TargetEngine(ABC):
     """A context manager: what `__enter__` loads or starts, `__exit__` frees or stops."""
 
     device: str = "cpu"  # where the tensors of its sessions are
+    every_tap: ClassVar[bool] = False  # whether it gives taps that are no layer ids, too
 
     @property
     def origin(self) -> str:
@@ -71,11 +72,11 @@ class TargetEngine(ABC):
 
     @abstractmethod
     def hidden_states(self, rows: Sequence[Sequence[int]],
-                      tap_layers: Sequence[int]) -> Iterator[HiddenStates]:
+                      tap_layers: Sequence[Tap]) -> Iterator[HiddenStates]:
         """Hidden states of every token of every row, in order, in the engine's dtype, on the CPU."""
 
     @abstractmethod
-    def session(self, tap_layers: Sequence[int]) -> Session:
+    def session(self, tap_layers: Sequence[Tap]) -> Session:
         """A fresh sequence, for draft-and-verify decoding in this process."""
 
     @abstractmethod

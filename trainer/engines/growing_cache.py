@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 BLOCK = 128  # tokens by which the buffers grow
 
@@ -59,6 +59,14 @@ def growing_cache(config: Any) -> DynamicCache:
     cache, text = GrowingCache(config=config), config.get_text_config()
     cache.layers = [cache.layers[number] if recurrent else GrowingLayer()
                     for number, recurrent in enumerate(recurrent_layers(text))]
+    return cache
+
+
+def whole_cache(config: Any) -> DynamicCache:
+    """The stock cache, of which sliding layers keep all tokens as well: only so can it be rewound."""
+    cache = DynamicCache(config=config)
+    cache.layers = [DynamicLayer() if isinstance(layer, DynamicSlidingWindowLayer) else layer
+                    for layer in cache.layers]
     return cache
 
 

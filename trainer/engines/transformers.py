@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from trainer.engines.base import Session, TargetEngine
-from trainer.engines.growing_cache import growing_cache, recurrent_layers
+from trainer.engines.growing_cache import growing_cache, recurrent_layers, whole_cache
 from trainer.errors import UserError
 from trainer.ranges import Amount, Count, Device, Dtype, SequenceLength, require_device
-from trainer.records import Completion, HiddenStates, Sampling
+from trainer.records import Completion, HiddenStates, KeysValues, LastState, Sampling, Tap
 
 CROWDED = 0.85  # finished rows leave when so few still run: each time the whole cache is copied
 
@@ -39,6 +39,8 @@ class TransformersRuntime:
 
 class TransformersEngine(TargetEngine):
     """`dtype` of weights and activations; `batch` rows decode together; `prefill_tokens` bounds a pass."""
+
+    every_tap: ClassVar[bool] = True
 
     def __init__(self, dtype: Dtype, batch: Count, prefill_tokens: Amount, max_length: SequenceLength,
                  trust_remote_code: bool, runtime: TransformersRuntime) -> None:
@@ -156,7 +158,7 @@ class TransformersEngine(TargetEngine):
 
     @torch.inference_mode()
     def hidden_states(self, rows: Sequence[Sequence[int]],
-                      tap_layers: Sequence[int]) -> Iterator[HiddenStates]:
+                      tap_layers: Sequence[Tap]) -> Iterator[HiddenStates]:
         """Rows are taken in order, as many together as fit in `prefill_tokens`, right-padded (causal
         attention keeps padding out of every real position)."""
         start = 0
@@ -170,11 +172,11 @@ class TransformersEngine(TargetEngine):
             yield from self._states_together(rows[start:end], tap_layers)
             start = end
 
-    def session(self, tap_layers: Sequence[int]) -> Session:
+    def session(self, tap_layers: Sequence[Tap]) -> Session:
         return TransformersSession(self.model, tap_layers, self.device)
 
     def _states_together(self, rows: Sequence[Sequence[int]],
-                         tap_layers: Sequence[int]) -> Iterator[HiddenStates]:
+                         tap_layers: Sequence[Tap]) -> Iterator[HiddenStates]:
         width = max(map(len, rows))
         ids = torch.zeros(len(rows), width, dtype=torch.long)
         for number, row in enumerate(rows):
@@ -185,14 +187,17 @@ class TransformersEngine(TargetEngine):
             yield HiddenStates(taps[number, :len(row)].cpu(), last[number, :len(row)].cpu())
 
 
-def capture(model: Any, ids: Tensor, tap_layers: Sequence[int], **arguments: Any) -> tuple[Tensor, Tensor]:
-    """Runs the decoder on `ids` [B, T] and returns taps [B, T, layers * hidden] and the last state [B, T,
-    hidden].
+def capture(model: Any, ids: Tensor, tap_layers: Sequence[Tap], **arguments: Any) -> tuple[Tensor, Tensor]:
+    """Runs the decoder on `ids` [B, T] and returns taps [B, T, layers * hidden, or as wide as they are] and
+    the last state [B, T, hidden].
 
     transformers reports the *normed* state at index N, so the last one is taken where the
     final norm reads it.
     """
     decoder = model.get_decoder()
+    name = cache_argument(decoder)
+    if name not in arguments and any(isinstance(tap, KeysValues) for tap in tap_layers):
+        arguments |= {name: whole_cache(decoder.config), "use_cache": True}
     last: list[Tensor] = []
     hook = decoder.norm.register_forward_pre_hook(lambda module, inputs: last.append(inputs[0]))
     try:
@@ -200,18 +205,32 @@ def capture(model: Any, ids: Tensor, tap_layers: Sequence[int], **arguments: Any
     finally:
         hook.remove()
     count = len(states) - 1
-    return torch.cat([last[0] if layer == count else states[layer] for layer in tap_layers], dim=-1), last[0]
+
+    def tapped(tap: Tap) -> Tensor:
+        if isinstance(tap, KeysValues):
+            layer = arguments[name].layers[_own_layer(decoder.config, tap.kind)]
+            parts = (each[:, :, -ids.shape[1]:].transpose(1, 2).flatten(2)
+                     for each in (layer.keys, layer.values))
+            return torch.cat([*parts], dim=-1)
+        return last[0] if isinstance(tap, LastState) or tap == count else states[tap]
+
+    return torch.cat([tapped(tap) for tap in tap_layers], dim=-1), last[0]
+
+
+def _own_layer(config: Any, kind: str) -> int:
+    """0-based index of the last layer of this kind of attention that has keys and values of its own."""
+    count = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * count
+    return max(index for index in range(count) if kinds[index] == kind)
 
 
 class TransformersSession(Session):
     """A sequence with its key/value cache. Recurrent layers cannot forget single tokens: their target reads
     those that stay of the last step once more, behind a copy of what was before it."""
 
-    def __init__(self, model: Any, tap_layers: Sequence[int], device: str) -> None:
-        from transformers import DynamicCache
-
+    def __init__(self, model: Any, tap_layers: Sequence[Tap], device: str) -> None:
         self.model, self.tap_layers, self.device = model, tuple(tap_layers), device
-        self.cache = DynamicCache(config=model.config)
+        self.cache = whole_cache(model.config)
         self.recurrent = any(recurrent_layers(model.config.get_text_config()))
         self.length = 0
 

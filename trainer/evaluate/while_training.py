@@ -204,11 +204,11 @@ def _cause(drafter: Drafter, served: Drafter, walks: Sequence[_Walk], k: int) ->
 
 
 def _states_cause(drafter: Drafter, walks: Sequence[_Walk]) -> str:
-    pairs = [torch.cat([getattr(walk, name)[:walk.same] for walk in walks]).chunk(len(drafter.tap_layers), -1)
-             for name in ("taps", "live")]
-    changes = [float((one - two).norm() / two.norm()) for one, two in zip(*pairs, strict=True)]
-    worst = max(range(len(changes)), key=changes.__getitem__)
-    differ = f"the stored hidden states of layer {drafter.tap_layers[worst]} differ by {changes[worst]:.0%} "
+    kept, live = (drafter.parts(torch.cat([getattr(walk, name)[:walk.same] for walk in walks]))
+                  for name in ("taps", "live"))
+    changes = {name: float((kept[name] - live[name]).norm() / live[name].norm()) for name in live}
+    worst = max(changes, key=changes.__getitem__)
+    differ = f"the stored {worst} differ by {changes[worst]:.0%} "
     if changes[worst] > COARSE:
         return (f"{differ}from those that the target gives now: they are stale, of another target, or one "
                 f"layer off; remove the folder of the stage hidden_states and extract them anew")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from trainer.errors import UserError
 from trainer.hidden_states.shards import again
@@ -29,6 +29,8 @@ REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 class HiddenStateSource(ABC):
     """Gives the hidden states of one sample. Every source gives equal tensors for equal samples."""
+
+    every_tap: ClassVar[bool] = False  # whether it hands on taps that are no layer ids, too
 
     @abstractmethod
     def get(self, sample: Sample) -> HiddenStates:

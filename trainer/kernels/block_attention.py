@@ -13,15 +13,15 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 
 def block_attention(query: Tensor, context_key: Tensor, context_value: Tensor, block_key: Tensor,
-                    block_value: Tensor, visible: Tensor) -> Tensor:
+                    block_value: Tensor, visible: Tensor, scale: float | None = None) -> Tensor:
     """Shapes as in `reference.block_attention`: query [A, S, heads, D], context_* [T, kv_heads, D],
-    block_* [A, O, kv_heads, D], visible [A, T] bool; returns [A, S, heads, D]."""
+    block_* [A, O, kv_heads, D], visible [A, T] bool; returns [A, S, heads, D]. `scale` as there."""
     anchors, slots = query.shape[:2]
     mask = _mask(visible, slots, block_key.shape[1])
     keys = torch.cat([context_key, block_key.flatten(0, 1)]).transpose(0, 1)[None]
     values = torch.cat([context_value, block_value.flatten(0, 1)]).transpose(0, 1)[None]
     mixed = flex_attention(query.flatten(0, 1).transpose(0, 1)[None], keys, values, block_mask=mask,
-                           enable_gqa=True)
+                           scale=scale, enable_gqa=True)
     return mixed[0].transpose(0, 1).unflatten(0, (anchors, slots))
 
 

@@ -33,7 +33,7 @@ from trainer.ranges import (
     Share,
     require_device,
 )
-from trainer.records import Sample
+from trainer.records import Sample, stored
 from trainer.target import Target
 from trainer.training import checkpoint, monitors
 from trainer.training.build import (
@@ -98,13 +98,18 @@ class Train(Stage):
                  "acceptance": self.acceptance.check(self.drafter)}
         problems = {f"train.{part}.{name}": text
                     for part, each in found.items() for name, text in each.items()}
-        layers, last = self.drafter.func.reads(**self.drafter.keywords)
-        stored = stages["hidden_states"]
-        if missing := sorted({*layers} - {*stored.tap_layers}):
+        taps, last = self.drafter.func.reads(**self.drafter.keywords)
+        states = stages["hidden_states"]
+        if missing := sorted({*stored(taps)} - {*states.tap_layers}):
             problems["train.drafter.tap_layers"] = (
-                f"must be among hidden_states.tap_layers {list(stored.tap_layers)}, but {missing} "
+                f"must be among hidden_states.tap_layers {list(states.tap_layers)}, but {missing} "
                 f"{'is' if len(missing) == 1 else 'are'} not; set target.tap_layers, which sets both")
-        if last and stored.last_rows == "none":
+        others = [str(tap) for tap in taps if not isinstance(tap, int)]
+        if others and not (self.source.func.every_tap and states.engine.every_tap):
+            problems["hidden_states"] = (f"must be in_process, since the drafter reads {', '.join(others)}, "
+                                         "which the target gives in this process alone: no folder holds "
+                                         "them, and no vLLM server hands them out")
+        if last and states.last_rows == "none":
             problems["hidden_states.last_rows"] = ("must be supervised or all, since the drafter's loss "
                                                    "reads the target's last state, but is none")
         return problems
@@ -140,7 +145,7 @@ class Train(Stage):
         drafter, facts = first_drafter(self.drafter, self.target, counts)
         drafter = drafter.to(self.runtime.device)
         states = inputs["hidden_states"]
-        Manifest.read(states).require(states, layers=drafter.tap_layers, last=drafter.needs_last,
+        Manifest.read(states).require(states, layers=stored(drafter.tap_layers), last=drafter.needs_last,
                                       target=self.target.identity, template=self.target.template_hash)
         source = self.source(folder=states, layers=drafter.tap_layers)
         try:

@@ -60,6 +60,7 @@ def batches() -> dict[tuple[Tap, ...], Batch]:
 
 @pytest.fixture
 def batch(name: str, tiny_target: Target, batches: dict[tuple[Tap, ...], Batch]) -> Batch:
+    """With the states that the drafter reads."""
     made = make_small(name)
     taps = made.func.reads(**made.keywords)[0]
     if taps not in batches:
@@ -77,13 +78,6 @@ def batch_of(target: Target, taps: tuple[Tap, ...]) -> Batch:
     with engine.load(target.folder, target.end_ids):
         states = list(engine.hidden_states([sample.tokens for sample in samples], taps))
     return collate(samples, states, seed=11, device="cpu")
-
-
-@pytest.fixture
-def batch(name: str, both: Batch) -> Batch:
-    """With the states that the drafter reads."""
-    last = make_small(name).keywords["tap_layers"] == [3]
-    return replace(both, taps=both.last) if last else both
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

@@ -59,7 +59,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         save_file({"tokens": inputs["tokens"], "states": fed[name]}, folder / f"{name}.safetensors")
         cases.append({"name": name, "target": str(served), "inputs": str(folder / f"{name}.safetensors"),
                       "k": steps, "whole": name in WHOLE,
-                      "block": 16 if "kv_lora_rank" in target.config else None})  # all that its kernel takes
+                      "latent": "kv_lora_rank" in target.config})
 
     for name in FAMILIES:  # experts first: vLLM makes their process group with the first model alone
         if name in CLASSES:

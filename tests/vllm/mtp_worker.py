@@ -2,10 +2,10 @@
 
     python mtp_worker.py FOLDER
 
-`FOLDER/request.json` lists cases (name, target, inputs, k, whole); results go to `FOLDER/results.json` and
-`FOLDER/results.safetensors`. With `whole` the target's own class computes the states that its module is fed
-with, as the server hands them over, and they are given back as `CASE.states`; else they come from the
-`inputs`. Imports torch, safetensors and vllm only.
+`FOLDER/request.json` lists cases (name, target, inputs, k, whole, latent); results go to
+`FOLDER/results.json` and `FOLDER/results.safetensors`. With `whole` the target's own class computes the
+states that its module is fed with, as the server hands them over, and they are given back as `CASE.states`;
+else they come from the `inputs`. Imports torch, safetensors and vllm only.
 """
 
 import json
@@ -24,15 +24,18 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 
 def engine_config(case: dict[str, Any]) -> VllmConfig:
     speculation = {"method": "mtp", "num_speculative_tokens": case["k"]}
-    return EngineArgs(model=case["target"], dtype="float32", block_size=case["block"], max_model_len=256,
-                      max_num_seqs=2, max_num_batched_tokens=256, enforce_eager=True,
-                      enable_prefix_caching=False, enable_chunked_prefill=False,
-                      speculative_config=speculation).create_engine_config()
+    # the other backend for latent attention takes no float32, and this one no other blocks
+    latent = {"block_size": 16, "attention_backend": AttentionBackendEnum.CPU_MLA} if case["latent"] else {}
+    return EngineArgs(model=case["target"], dtype="float32", max_model_len=256, max_num_seqs=2,
+                      max_num_batched_tokens=256, enforce_eager=True, enable_prefix_caching=False,
+                      enable_chunked_prefill=False, speculative_config=speculation,
+                      **latent).create_engine_config()
 
 
 def loaded(config: VllmConfig, model_config: Any) -> tuple[nn.Module, list[str]]:

@@ -4,7 +4,8 @@ step.
 All in one process of vLLM's interpreter. Where its build for CPUs can compute the whole target in float32
 (all but the gated delta nets of Qwen), the target's class also tells which state the module is fed with:
 before the final norm or behind it. The classes of Qwen3.5 cannot be imported without torchvision, which that
-build goes without: `test_mtp_families.py` compares those with transformers.
+build goes without, and it gives a GLM-4.7-Flash, whose latent attention has unscaled positions, other states
+than transformers does: `test_mtp_families.py` compares these families with transformers.
 """
 
 from __future__ import annotations
@@ -30,9 +31,8 @@ from trainer.training.build import build_drafter
 
 pytestmark = pytest.mark.vllm
 STEPS = 4
-CLASSES = {"mimo": "MiMoMTP", "glm4_moe": "Glm4MoeMTP", "glm4_moe_lite": "Glm4MoeLiteMTP",
-           "deepseek_v3": "DeepSeekMTP", "two_modules": "DeepSeekMTP",
-           "qwen3_next": "Qwen3NextMTP"}
+CLASSES = {"mimo": "MiMoMTP", "glm4_moe": "Glm4MoeMTP", "deepseek_v3": "DeepSeekMTP",
+           "two_modules": "DeepSeekMTP", "qwen3_next": "Qwen3NextMTP"}
 WHOLE = [name for name in CLASSES if name != "qwen3_next"]  # of that target only the module is computed there
 
 
@@ -59,7 +59,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         save_file({"tokens": inputs["tokens"], "states": fed[name]}, folder / f"{name}.safetensors")
         cases.append({"name": name, "target": str(served), "inputs": str(folder / f"{name}.safetensors"),
                       "k": steps, "whole": name in WHOLE,
-                      "block": 16 if "kv_lora_rank" in target.config else None})  # all that its kernel takes
+                      "latent": "kv_lora_rank" in target.config})
 
     for name in FAMILIES:  # experts first: vLLM makes their process group with the first model alone
         if name in CLASSES:

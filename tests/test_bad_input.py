@@ -164,7 +164,7 @@ CHECKED = {  # what is set, and a part of what is told
                                           "conv_kernel_size (command line): must be at most block_size=4"),
     "a start for a drafter that knows none": (
         "drafter=eagle3 drafter.start_from=x", "error: drafter.start_from (command line): unknown key; it "
-        "belongs to drafter=dflash, dflash2, dspark, and not to drafter=eagle3\n"),
+        "belongs to drafter=dflash, dflash2, dspark, gemma4_assistant, and not to drafter=eagle3\n"),
     "more candidates than tokens": ("drafter=dflash2 export.default_k=3 drafter.selector_top_k=999",
                                     "must be at most"),
     "keys and values from a folder": (f"{GEMMA4} target=tiny_gemma4", "must be in_process, since the drafter "
@@ -173,7 +173,7 @@ CHECKED = {  # what is set, and a part of what is told
                                       "which the target gives in this process alone: no folder"),
     "keys and values of a Llama": (f"{GEMMA4} hidden_states=in_process", "the target's model_type is llama"),
     "a format that no server reads": ("drafter=gemma4_assistant target=tiny_gemma4 hidden_states=in_process",
-                                      "export.formats (conf/export/vllm.yaml): must be among native, which"),
+                                      "export.formats (conf/export/vllm.yaml): must be among native, the "),
 }
 
 

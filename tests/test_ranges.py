@@ -34,7 +34,7 @@ BAD = {
     "hidden_states.runtime.commit_tokens": (0,), "hidden_states.source.runtime.verify": ("often",),
     "hidden_states.source.runtime.ahead": (-1,), "hardware.device": ("foo", "cuda:", "cuda:-1"),
     "hardware.precision": ("float16",), "hardware.attention": ("fast",),
-    "drafter.layers": (0,), "drafter.block_size": (1,), "drafter.anchors": (0,), "drafter.loss_chunk": (0,),
+    "drafter.layers": (0,), "drafter.anchors": (0,), "drafter.loss_chunk": (0,),
     "drafter.draft_vocab_size": (0, -1), "drafter.intermediate_size": (0,),
     "drafter.objective.positions.gamma": (0, -1.0, float("nan")),
     "train.epochs": (0, -1), "train.steps": (0,), "train.tokens": (0, 1, 10**12), "train.accumulate": (0,),
@@ -58,6 +58,7 @@ BAD = {
     "report.rise_tolerance": (-1.0,), "seed": (-1,), "run": ([], ["train", "train"]), "run_root": ("",),
 }
 OTHERS = {
+    "drafter=dflash": {"drafter.block_size": (1,)},
     "target_engine=vllm": {"target_engine.runtime.in_flight": (0,), "target_engine.runtime.patience_s": (0,),
                            "target_engine.runtime.answer_urls": (["x"],), "target_engine.dtype": ("int8",)},
     "hidden_states=hybrid": {"hidden_states.source.runtime.budget_gib": (-1,),

@@ -5,7 +5,7 @@
 CHANGES is the folder `changes` of a finished stage export (or a download of it), TARGET the complete
 checkpoint that the module was trained for, FOLDER is made. Files that stay as they are become hard links, or
 copies where FOLDER lies on another disk; TARGET is only read. `--other-weights` takes a target of the same
-sizes whose files are not those that were trained with. Exit status: 0, or 1 with one sentence.
+sizes whose files are not those that were trained with. Exit status: 0, or 2 with one sentence.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from safetensors.torch import load_file  # noqa: E402
 from trainer.errors import UserError  # noqa: E402
 from trainer.export.formats import FORMATS  # noqa: E402
 from trainer.export.stitched import stitch  # noqa: E402
+from trainer.progress import exit_status  # noqa: E402
 from trainer.target import SIZES, check_folder, folder_identity  # noqa: E402
 
 
@@ -77,14 +78,10 @@ def main() -> int:
         parser.add_argument(name, type=Path)
     parser.add_argument("--other-weights", action="store_true")
     options = parser.parse_args()
-    try:
-        commands = apply(options.changes, options.target, options.folder, options.other_weights)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 1
+    commands = apply(options.changes, options.target, options.folder, options.other_weights)
     print(f"serve it: {commands['vllm']}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main, goes_on=True))

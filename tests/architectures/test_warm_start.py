@@ -46,7 +46,7 @@ def context_of(drafter: Drafter, target: Target) -> Any:
     return drafter.extend(drafter.new_context(), sample.tokens, state.taps)
 
 
-@pytest.mark.parametrize("form", sorted(FORMATS))
+@pytest.mark.parametrize("form", sorted(Drafter.formats))
 def test_dspark_begins_as_the_dflash_drafter(tiny_target: Target, given: Any, tmp_path: Path,
                                              form: str) -> None:
     """With a Markov head of zero its logits are those of DFlash: at every slot where slot 0 predicts nothing,

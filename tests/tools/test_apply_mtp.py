@@ -15,6 +15,7 @@ from tiny import copied, small, uneven
 
 from trainer.export.base import Serving
 from trainer.export.formats import FORMATS
+from trainer.progress import exit_status
 from trainer.target import Target
 
 TOOL = Path(__file__).parents[2] / "tools/apply_mtp.py"
@@ -30,7 +31,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
     def called(*arguments: str | Path) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", [str(TOOL), *map(str, arguments)])
-        return tool.main(), *capsys.readouterr()
+        return exit_status(tool.main, goes_on=True), *capsys.readouterr()
 
     return called
 
@@ -70,6 +71,6 @@ def test_what_does_not_fit_is_one_sentence(call: Any, changes: Path, tiny_target
                             ((changes, wide.folder, tmp_path / "a"), "has hidden_size 128, and the module"),
                             ((changes, other.folder, tmp_path / "a"), "say --other-weights")):
         status, out, err = call(*arguments)
-        assert (status, out) == (1, "") and text in err and len(err.splitlines()) == 1
+        assert (status, out) == (2, "") and text in err and len(err.splitlines()) == 1
         assert not (tmp_path / "a").exists()
     assert call(changes, other.folder, tmp_path / "a", "--other-weights")[0] == 0

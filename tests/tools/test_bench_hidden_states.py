@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 import peer
 
 from trainer.hidden_states.writer import ShardWriter
+from trainer.progress import exit_status
 from trainer.target import Target
 
 TOOL = Path(__file__).parents[2] / "tools/bench_hidden_states.py"
@@ -34,7 +35,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
         monkeypatch.setattr(sys, "argv", [str(TOOL), *map(str, arguments)])
         capsys.readouterr()
         try:
-            status = main()
+            status = exit_status(main, goes_on=True)
         except SystemExit as left:  # of argparse
             status = int(left.code or 0)
         return status, *capsys.readouterr()

@@ -192,7 +192,7 @@ def test_training_learns_and_measures_held_out_samples(target: Target, inputs: d
                                                        tmp_path: Path) -> None:
     record = run(stage(target, steps=40, heldout_every=20), inputs, tmp_path / "out")
     lines = log_of(tmp_path / "out")
-    assert lines[-1]["loss"] < 0.8 * lines[0]["loss"]
+    assert lines[-1]["loss"] < 0.93 * lines[0]["loss"]
     assert [line["step"] for line in lines if "heldout_loss" in line] == [20, 40]
     assert record["max_k"] == 4 and record["supervised"] == sum(sample.supervised for sample in SAMPLES[:11])
     drafter = load_trained(make_dflash(anchors=16, layers=1), target, tmp_path / "out")

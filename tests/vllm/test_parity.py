@@ -38,6 +38,7 @@ SEEN = 100 * TOLERANCE  # a wrong folder must be wrong by far more
 TARGETS = {"random": "target=tiny", "smollm2": "target=smollm2"}
 BLOCK = {"random": 5, "smollm2": 8}
 ROWS = {"random": 300, "smollm2": 4096}
+FORMS = sorted(Drafter.formats)  # of the drafters that are served beside their target
 SPREAD = {"random": 0.15, "smollm2": 0.05}  # of the weights
 TEXT = "The quick brown fox jumps over the lazy dog. Plants make food from light, and Paris is the capital of"
 Config = dict[str, Any]
@@ -107,7 +108,7 @@ def answers(targets: dict[str, Target], tmp_path_factory: pytest.TempPathFactory
         save_file(inputs, path)
         for rows in (None, ROWS[name]):
             drafter = random_drafter(name, target, rows)
-            for form in FORMATS:
+            for form in FORMS:
                 case = f"{name}-{form}-{rows or 'all'}"
                 export(drafter, form, folder / case, target)
                 drafters[case], ours[case] = drafter, own_logits(drafter, inputs)
@@ -191,7 +192,7 @@ def run_worker(folder: Path, worker: str = "parity_worker.py", needs_v2: bool = 
 
 def names(targets: tuple[str, ...] = tuple(TARGETS), reduced: tuple[bool, ...] = (False, True)) -> list[str]:
     return [f"{name}-{form}-{ROWS[name] if small else 'all'}"
-            for name in targets for small in reduced for form in sorted(FORMATS)]
+            for name in targets for small in reduced for form in FORMS]
 
 
 @pytest.mark.parametrize("case", names())
@@ -243,7 +244,7 @@ def parameter_of(tensor: str) -> str:
     return {"d2t": "draft_id_to_target_id", "lm_head.weight": tensor}.get(tensor, f"model.{tensor}")
 
 
-@pytest.mark.parametrize("form", sorted(FORMATS))
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("mistake", sorted(MISTAKES))
 def test_a_wrong_folder_is_seen(answers: Answers, form: str, mistake: str) -> None:
     right = f"random-{form}-all"

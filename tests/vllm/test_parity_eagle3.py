@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_parity import (
+    FORMS,
     SEEN,
     TOLERANCE,
     change_rope,
@@ -32,7 +33,6 @@ from torch import Tensor
 from trainer._paths import find
 from trainer.architectures.eagle3 import Eagle3
 from trainer.compose import compose_configuration
-from trainer.export.formats import FORMATS
 from trainer.pipeline import build
 from trainer.target import Target
 
@@ -71,7 +71,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for case, settings in CASES.items():
         drafter = small(random, "eagle3", steps=STEPS, **{"layers": 1, "draft_vocab_size": 300, **settings})
         spread(drafter, 0.15)
-        for form in FORMATS:
+        for form in FORMS:
             add(f"{case}-{form}", random, form, drafter)
             for mistake in MISTAKES if case == "llama" else ():
                 add(f"{case}-{form}-{mistake}", random, form, drafter, mistake)
@@ -102,7 +102,7 @@ def pair(made: dict[str, Any], case: str) -> tuple[Tensor, Tensor]:
     return made["ours"][case], made["logits"][case][1:, made["drafters"][case].vocabulary.ids]
 
 
-RIGHT = [f"{case}-{form}" for case in CASES for form in sorted(FORMATS)] + ["smollm2-speculators"]
+RIGHT = [f"{case}-{form}" for case in CASES for form in FORMS] + ["smollm2-speculators"]
 
 
 @pytest.mark.parametrize("case", RIGHT)
@@ -135,7 +135,7 @@ def test_every_missing_tensor_is_found(made: dict[str, Any]) -> None:
         assert more == {parameter_of(tensor)}, f"without {tensor}"
 
 
-@pytest.mark.parametrize("form", sorted(FORMATS))
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_wrong_folder_is_seen(made: dict[str, Any], form: str, mistake: str) -> None:
     expected, found = pair(made, f"llama-{form}-{mistake}")

@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_parity import (
+    FORMS,
     SEEN,
     TOLERANCE,
     change_mask,
@@ -37,7 +38,6 @@ from torch import Tensor
 
 from trainer._paths import find
 from trainer.compose import compose_configuration
-from trainer.export.formats import FORMATS
 from trainer.pipeline import build
 from trainer.target import Target
 
@@ -61,9 +61,9 @@ def move_anchor(config: dict[str, Any], form: str) -> None:
 MISTAKES: dict[str, dict[str, Callable[[dict[str, Any], str], None]]] = {
     "dspark": {"layers": shift_layers, "rope": change_rope, "mask": change_mask, "anchor": move_anchor},
     "dflash2": {"layers": shift_layers, "rope": change_rope, "mask": change_mask, "causal": make_causal}}
-RIGHT = [f"{case}-{form}" for case in CASES for form in sorted(FORMATS)]
+RIGHT = [f"{case}-{form}" for case in CASES for form in FORMS]
 WRONG = [(f"{case}-{form}", mistake)
-         for case in WHOLE for form in sorted(FORMATS) for mistake in MISTAKES[case]]
+         for case in WHOLE for form in FORMS for mistake in MISTAKES[case]]
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         drafters[case] = drafter = random_drafter(target, name, **settings)
         ours[case] = own_logits(drafter, inputs[kind])
         sure[case] = own_confidences(drafter, inputs[kind]) if name == "dspark" else None
-        for form in FORMATS:
+        for form in FORMS:
             path = folder / f"{case}-{form}"
             export(drafter, form, path, target)
             paths = [path, *(spoilt(path, form, mistake, change) for mistake, change in MISTAKES[name].items()
@@ -169,7 +169,7 @@ def test_only_what_the_target_shares_is_left_unset(made: dict[str, Any], case: s
     assert sorted(made["results"][case]["unset"]) == shared(drafter)
 
 
-@pytest.mark.parametrize("case", [f"{case}-{form}" for case in WHOLE for form in sorted(FORMATS)])
+@pytest.mark.parametrize("case", [f"{case}-{form}" for case in WHOLE for form in FORMS])
 def test_every_missing_tensor_is_found(made: dict[str, Any], case: str) -> None:
     drafter, missing = made["drafters"][case.rpartition("-")[0]], made["results"][case]["missing"]
     assert set(missing) == set(drafter.export().weights)

@@ -31,6 +31,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
     def called(*arguments: str | Path) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", [str(TOOL), *map(str, arguments)])
+        capsys.readouterr()  # of fixtures
         return exit_status(tool.main, goes_on=True), *capsys.readouterr()
 
     return called

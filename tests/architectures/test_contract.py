@@ -101,15 +101,15 @@ def test_its_settings_alone_tell_the_longest_draft(name: str, tiny_target: Targe
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_loss_falls_on_one_batch(name: str, tiny_target: Target, batch: Batch) -> None:
     drafter = make(name, tiny_target)
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2)
     values = []
-    for _ in range(90):
+    for _ in range(60):
         step = drafter.loss(batch)
         (step.loss_sum / step.count).backward()
         optimizer.step()
         optimizer.zero_grad()
         values.append(float(step.loss_sum.detach() / step.count))
-    assert values[-1] < 0.7 * values[0]
+    assert values[-1] < 0.6 * values[0]
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

@@ -65,7 +65,7 @@ def test_a_term_that_is_next_to_all_of_the_loss_is_told_once(
     lines = log_of(tmp_path)
     assert all(line["share/ce"] + line["share/kl"] == pytest.approx(1, abs=1e-4) for line in lines)
     assert [each["term"] for each in record["dominating"]] == terms
-    assert capsys.readouterr().out.count("the loss term ce is ") == len(terms)
+    assert capsys.readouterr().out.count("the loss term ce is 100%") == len(terms)
     assert [line["step"] for line in lines if "dominating" in line] == [2] * len(terms)
     assert record["unmoved"] == [] and not any("unmoved" in line for line in lines)
 

@@ -190,10 +190,10 @@ def test_damaged_checkpoints_and_a_torn_log_change_nothing(target: Target, input
 
 def test_training_learns_and_measures_held_out_samples(target: Target, inputs: dict[str, Path],
                                                        tmp_path: Path) -> None:
-    record = run(stage(target, steps=40, heldout_every=20), inputs, tmp_path / "out")
+    record = run(stage(target, steps=120, heldout_every=60), inputs, tmp_path / "out")
     lines = log_of(tmp_path / "out")
-    assert lines[-1]["loss"] < 0.93 * lines[0]["loss"]
-    assert [line["step"] for line in lines if "heldout_loss" in line] == [20, 40]
+    assert lines[-1]["loss"] < 0.8 * lines[0]["loss"]
+    assert [line["step"] for line in lines if "heldout_loss" in line] == [60, 120]
     assert record["max_k"] == 4 and record["supervised"] == sum(sample.supervised for sample in SAMPLES[:11])
     drafter = load_trained(make_dflash(anchors=16, layers=1), target, tmp_path / "out")
     weights = load_file(tmp_path / "out/weights.safetensors")

@@ -157,7 +157,7 @@ class Gemma4Assistant(Anchored):
         text = assistant_geometry(config, *(settings[name] for name in (
             "layer_types", "hidden_size", "heads", "intermediate_size")))
         return difference(given, assistant_config(text, config["hidden_size"], settings["num_centroids"],
-                                         settings["centroid_top_k"]))
+                                                  settings["centroid_top_k"]))
 
     @torch.no_grad()
     def begin_with(self, tensors: dict[str, Tensor]) -> None:
@@ -264,7 +264,7 @@ class Gemma4Assistant(Anchored):
         weights = {_served(name): parameter.detach() for name, parameter in self.named_parameters()}
         ordered = self.masked_embedding
         config = assistant_config(self.geometry, self.head.hidden_size, ordered.clusters if ordered else None,
-                         ordered.chosen if ordered else 1)
+                                  ordered.chosen if ordered else 1)
         return Exported(weights, {"text_config": config.pop("text_config")}, {"native": config})
 
     @classmethod

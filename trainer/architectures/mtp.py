@@ -69,8 +69,9 @@ class Mtp(Anchored):
         if start == "own":
             self._fill(own)
             return
-        self._start_norm(self.norm)
-        if start == "copy":
+        if start == "random":
+            self._start_norm(self.norm)
+        else:
             layer = context.layer_tensors[-1]
             self._fill({f"0.block.{name}": tensor for name, tensor in layer.items()}, some=True)
             self._start_norm(self.norm, 1.0)

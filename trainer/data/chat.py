@@ -14,6 +14,7 @@ from typing import Any, Self
 from rich.text import Text
 
 from trainer.errors import UserError
+from trainer.records import Prompt
 from trainer.target import Target
 
 Message = dict[str, Any]
@@ -98,3 +99,13 @@ def coloured(tokenizer: Any, tokens: Sequence[int], mask: Sequence[bool]) -> Tex
                          style="bold green" if mask[start] else "dim")
             start = index
     return shown
+
+
+def messages_of(prompt: Prompt, answers: list[str]) -> list[dict[str, str]]:
+    """The conversation up to the turn after the given answers (or to the end when all are given)."""
+    messages = [{"role": "system", "content": prompt.system}] if prompt.system is not None else []
+    for index, turn in enumerate(prompt.turns[:len(answers) + 1]):
+        messages.append({"role": "user", "content": turn})
+        if index < len(answers):
+            messages.append({"role": "assistant", "content": answers[index]})
+    return messages

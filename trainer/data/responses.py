@@ -20,7 +20,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from rich import print as rich_print
 from rich.text import Text
 
-from trainer.data.chat import Chat, coloured
+from trainer.data.chat import Chat, coloured, messages_of
 from trainer.data.prompts import read_prompts
 from trainer.data.response_rows import RESPONSES, GroupFile, Row, mask_of, read_rows, read_samples
 from trainer.engines.base import TargetEngine
@@ -31,7 +31,7 @@ from trainer.ranges import Above, Amount, AtMost, SequenceLength
 from trainer.records import Prompt, Sampling
 from trainer.target import Target
 
-Split = tuple[Prompt, str]  # with the split that it belongs to: train or heldout
+Placed = tuple[Prompt, str]  # with the split that it belongs to: train or heldout
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class More:
     temperature: Annotated[float, Above(0)]
     top_p: Annotated[float, Above(0), AtMost(1)]
 
-    def of(self, prompts: Sequence[Split]) -> list[Split]:
+    def of(self, prompts: Sequence[Placed]) -> list[Placed]:
         """The conversations to be held again, as prompts of their own. Raises where an id is taken."""
         again = [(replace(prompt, id=f"{prompt.id}~{number}"), name) for number in range(1, self.answers + 1)
                  for prompt, name in prompts if name == "train"]
@@ -88,7 +88,7 @@ class Regenerate(Stage):
             self._too_long(Chat.of(self.target), prompts)
             self.more.of(prompts)
 
-    def longest(self, prompts: Sequence[Split]) -> list[Length]:
+    def longest(self, prompts: Sequence[Placed]) -> list[Length]:
         """Every answer as long as it may be; earlier turns' answers count in the later ones."""
         chat = Chat.of(self.target)
         found, answer = [], self.sampling.max_new_tokens
@@ -120,7 +120,7 @@ class Regenerate(Stage):
         return {**describe(list(writer.rows.values()), self.target, sorted(dropped)),
                 "turns_without_room": total - len(writer.rows)}
 
-    def _too_long(self, chat: Chat, prompts: list[Split]) -> set[str]:
+    def _too_long(self, chat: Chat, prompts: list[Placed]) -> set[str]:
         dropped = set()
         for prompt, _ in prompts:
             length = len(chat.prompt(messages_of(prompt, [])))
@@ -135,7 +135,7 @@ class Regenerate(Stage):
                             f"{self.engine.max_length}; raise target.max_length, which sets it")
         return dropped
 
-    def _all_groups(self, chat: Chat, work: list[tuple[list[Split], Sampling]], done: dict[str, Row],
+    def _all_groups(self, chat: Chat, work: list[tuple[list[Placed], Sampling]], done: dict[str, Row],
                     size: int) -> Iterator[tuple[list[Row], Sampling]]:
         """Turn after turn of the first part, then of the next. Lazily: a later turn reads `done`."""
         for prompts, sampling in work:
@@ -143,7 +143,7 @@ class Regenerate(Stage):
                 for group in self._groups(chat, prompts, turn, done, size):
                     yield group, sampling
 
-    def _groups(self, chat: Chat, prompts: list[Split], turn: int, done: dict[str, Row],
+    def _groups(self, chat: Chat, prompts: list[Placed], turn: int, done: dict[str, Row],
                 size: int) -> Iterator[list[Row]]:
         """Questions of one turn, longest first (they decide the memory), in groups of `size`."""
         questions = []
@@ -192,7 +192,7 @@ class AsGiven(Stage):
         if "prompts" in inputs:
             self._answered(inputs["prompts"])
 
-    def _answered(self, folder: Path) -> list[Split]:
+    def _answered(self, folder: Path) -> list[Placed]:
         """The prompts with their split; raises unless each of their turns has an answer."""
         prompts = read_prompts(folder)
         if not any(answer.strip() for prompt, _ in prompts for answer in prompt.answers):
@@ -206,7 +206,7 @@ class AsGiven(Stage):
                                 "responses=regenerate")
         return prompts
 
-    def longest(self, prompts: Sequence[Split]) -> list[Length]:
+    def longest(self, prompts: Sequence[Placed]) -> list[Length]:
         """The given answers, exactly, and those too that are too long."""
         chat = Chat.of(self.target)
         return [Length(f"{prompt.id}#{number}", len(ids), sum(mask)) for prompt, _ in prompts
@@ -257,7 +257,7 @@ class Stored(Stage):
         shutil.copyfile(self._file(), out / RESPONSES)
         return describe([*read_rows(out)], self.target, [])
 
-    def longest(self, prompts: Sequence[Split]) -> list[Length]:
+    def longest(self, prompts: Sequence[Placed]) -> list[Length]:
         """The stored answers, exactly, whatever the prompts."""
         folder = self._file().parent
         return [Length(sample.id, len(sample.tokens), sample.supervised)
@@ -265,16 +265,6 @@ class Stored(Stage):
 
     def _file(self) -> Path:
         return Path(self.path).expanduser() / RESPONSES
-
-
-def messages_of(prompt: Prompt, answers: list[str]) -> list[dict[str, str]]:
-    """The conversation up to the turn after the given answers (or to the end when all are given)."""
-    messages = [{"role": "system", "content": prompt.system}] if prompt.system is not None else []
-    for index, turn in enumerate(prompt.turns[:len(answers) + 1]):
-        messages.append({"role": "user", "content": turn})
-        if index < len(answers):
-            messages.append({"role": "assistant", "content": answers[index]})
-    return messages
 
 
 def describe(rows: list[Row], target: Target, dropped: list[str]) -> dict[str, Any]:

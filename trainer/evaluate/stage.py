@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from trainer.architectures.base import Drafter
-from trainer.data.chat import Chat
+from trainer.data.chat import Chat, messages_of
 from trainer.data.prompts import read_prompts
-from trainer.data.responses import messages_of, read_samples
+from trainer.data.response_rows import read_samples
 from trainer.engines.base import TargetEngine
 from trainer.errors import UserError
 from trainer.evaluate import rows

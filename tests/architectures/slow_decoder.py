@@ -11,7 +11,8 @@ import torch
 from tiny import random_samples
 from torch import Tensor
 
-from trainer.architectures.base import Exported
+from trainer.architectures.base import Drafter, Exported
+from trainer.records import Batch
 
 SAMPLES = random_samples((24, 13, 19), prompt=6)  # the row on which fast and slow are compared
 
@@ -93,3 +94,24 @@ def slow_sums(draft: Callable[[int], Tensor], ids: Sequence[int], tokens: Sequen
             sums["accepted"] += accepting
             sums["first"] += accepting and slot == 0
     return sums
+
+
+def check_logits(drafter: Drafter, slow: Any, batch: Batch, places: Sequence[int], trained: Tensor,
+                 ids: Sequence[int] | None = None) -> None:
+    """Of a drafter that drafts token by token, in training and in drafting. `trained` [places, steps, rows]
+    are the logits of training at `places` of the batch; `ids` the tokens of the rows (none: the rows)."""
+    steps = trained.shape[1]
+    for place, found in zip(places, trained, strict=True):
+        own = batch.document == batch.document[place]
+        tokens, taps, anchor = batch.tokens[own].tolist(), batch.taps[own], int(batch.position[place])
+        slots = min(steps, len(tokens) - anchor)
+        expected = slow.draft(tokens, taps, anchor, slots, forced=tokens[anchor + 1:]).float()
+        assert expected.std() > 0.5
+        torch.testing.assert_close(found[:slots], expected, atol=1e-4, rtol=1e-4)
+        free = slow.draft(tokens, taps, anchor, steps).float()
+        context = drafter.extend(drafter.new_context(), tokens[:anchor], taps[:anchor])
+        torch.testing.assert_close(drafter.draft_logits(context, tokens[anchor], steps), free, atol=1e-4,
+                                   rtol=1e-4)
+        best = free.argmax(-1).tolist()
+        assert drafter.propose(context, tokens[anchor], steps) == [row if ids is None else ids[row]
+                                                                   for row in best]

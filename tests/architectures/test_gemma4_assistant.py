@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from slow_decoder import SAMPLES, slow_sums
+from slow_decoder import SAMPLES, check_logits, slow_sums
 from slow_gemma4 import SlowGemma4
 from tiny import copied, make_small, objective, small, states_of, uneven
 from torch import Tensor
@@ -80,18 +80,7 @@ def test_training_and_drafting_have_the_logits_of_the_slow_one(target: Target,
         rows = hidden.flatten(0, 1)
         trained = drafter._masked(rows, drafter.row_logits(rows, rows)).unflatten(0, hidden.shape[:2])
     assert trained.shape[:2] == (5, STEPS)
-    for place, found in zip(places.tolist(), trained, strict=True):
-        own = batch.document == batch.document[place]
-        tokens, taps, anchor = batch.tokens[own].tolist(), batch.taps[own], int(batch.position[place])
-        slots = min(STEPS, len(tokens) - anchor)
-        expected = slow.draft(tokens, taps, anchor, slots, forced=tokens[anchor + 1:]).float()
-        assert expected.std() > 0.5
-        torch.testing.assert_close(found[:slots], expected, atol=1e-4, rtol=1e-4)
-        free = slow.draft(tokens, taps, anchor, STEPS).float()
-        context = drafter.extend(drafter.new_context(), tokens[:anchor], taps[:anchor])
-        torch.testing.assert_close(drafter.draft_logits(context, tokens[anchor], STEPS), free, atol=1e-4,
-                                   rtol=1e-4)
-        assert drafter.propose(context, tokens[anchor], STEPS) == free.argmax(-1).tolist()
+    check_logits(drafter, slow, batch, places.tolist(), trained)
 
 
 @pytest.mark.parametrize("term", ["ce", "kl"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from slow_decoder import SAMPLES, slow_sums
+from slow_decoder import SAMPLES, check_logits, slow_sums
 from slow_mtp import PREFIX, SlowMtp
 from tiny import copied, make_small, objective, small, states_of, uneven
 
@@ -49,18 +49,7 @@ def test_training_and_drafting_have_the_logits_of_the_slow_decoder(target: Targe
     with torch.no_grad():
         trained = drafter.vocabulary.logits(drafter.drafted(batch, places))
     assert trained.shape[:2] == (6, STEPS)
-    for place, found in zip(places.tolist(), trained, strict=True):
-        rows = batch.document == batch.document[place]
-        tokens, taps, anchor = batch.tokens[rows].tolist(), batch.taps[rows], int(batch.position[place])
-        slots = min(STEPS, len(tokens) - anchor)
-        expected = slow.draft(tokens, taps, anchor, slots, forced=tokens[anchor + 1:]).float()
-        assert expected.std() > 0.5
-        torch.testing.assert_close(found[:slots], expected, atol=1e-4, rtol=1e-4)
-        free = slow.draft(tokens, taps, anchor, STEPS).float()
-        context = drafter.extend(drafter.new_context(), tokens[:anchor], taps[:anchor])
-        torch.testing.assert_close(drafter.draft_logits(context, tokens[anchor], STEPS), free, atol=1e-4,
-                                   rtol=1e-4)
-        assert drafter.propose(context, tokens[anchor], STEPS) == free.argmax(-1).tolist()
+    check_logits(drafter, slow, batch, places.tolist(), trained)
 
 
 @pytest.mark.parametrize("term", ["ce", "kl"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.prompts import Builtin, Datasets, Jsonl, Prompts, read_prompts, split
+from trainer.data.prompts import Builtin, Datasets, Jsonl, Prompts, read_prompts, split, spread
 from trainer.errors import UserError
 from trainer.records import Prompt
 
@@ -291,3 +292,13 @@ def test_the_built_in_prompts_come_through_as_they_are(tmp_path: Path,
     assert capsys.readouterr().out == ""
     digest = hashlib.sha256((tmp_path / "prompts.jsonl").read_bytes()).hexdigest()
     assert digest == "c3ca5e42f867f82747d13b5bb61e6d44c0654739846589f32f8902b60e3b20d7"
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers())), st.integers(1, 20))
+def test_a_choice_is_spread_over_the_categories(items: list[tuple[str, int]], count: int) -> None:
+    chosen = spread(items, count, lambda item: item[0])
+    assert len(chosen) == min(count, len(items))
+    assert not Counter(chosen) - Counter(items)
+    for category in "abc":
+        share = sum(item[0] == category for item in items) * len(chosen) / max(1, len(items))
+        assert abs(sum(item[0] == category for item in chosen) - share) < 1

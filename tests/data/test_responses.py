@@ -12,6 +12,7 @@ import pytest
 from tiny import copied, engine
 
 from trainer.data.chat import Chat
+from trainer.data.own_prompts import OwnPrompts
 from trainer.data.prompts import Jsonl, Prompts, read_prompts
 from trainer.data.responses import AsGiven, GroupFile, More, Regenerate, Stored, read_samples
 from trainer.engines.transformers import TransformersEngine
@@ -19,6 +20,7 @@ from trainer.errors import UserError
 from trainer.records import Completion, Sampling
 from trainer.target import Target
 
+NO_OWN = OwnPrompts(0, 64, 1.0, 0.9)
 TALKS = [{"id": f"p{number}", "turns": ["x" * number + "?", "and?"][:1 + (number == 2)], "category": "chat"}
          for number in range(9)]
 
@@ -57,7 +59,7 @@ def ask(target: Target, inputs: dict[str, Path], out: Path, tokens: int = 12, to
         **settings: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     out.mkdir(exist_ok=True)
     stage = Regenerate(target, engine(**{"batch": 3, **settings}), Sampling(tokens, temperature, 1.0, 5),
-                       More(more, 0.8, 1.0), too_long)
+                       NO_OWN, More(more, 0.8, 1.0), too_long)
     record = stage.run(inputs, out)
     return record, [json.loads(line) for line in (out / "responses.jsonl").read_text().splitlines()]
 
@@ -116,14 +118,14 @@ def test_further_answers_are_drawn_for_training_prompts_alone(tiny_target: Targe
 
 def test_the_longest_rows_count_further_answers(tiny_target: Target, tmp_path: Path) -> None:
     inputs = prompts(tmp_path, TALKS, heldout=2)
-    stage = Regenerate(tiny_target, engine(), Sampling(9, 0.0, 1.0, 0), More(2, 0.8, 1.0), "error")
+    stage = Regenerate(tiny_target, engine(), Sampling(9, 0.0, 1.0, 0), NO_OWN, More(2, 0.8, 1.0), "error")
     _, rows = ask(tiny_target, inputs, tmp_path / "out", more=2)
     assert {each.id for each in stage.longest(read_prompts(inputs["prompts"]))} == {row["id"] for row in rows}
 
 
 def test_an_id_that_a_further_answer_would_take_is_refused(tiny_target: Target, tmp_path: Path) -> None:
     inputs = prompts(tmp_path, [{"id": "a", "turns": ["x"]}, {"id": "a~1", "turns": ["y"]}])
-    stage = Regenerate(tiny_target, engine(), Sampling(9, 0.0, 1.0, 0), More(1, 0.8, 1.0), "error")
+    stage = Regenerate(tiny_target, engine(), Sampling(9, 0.0, 1.0, 0), NO_OWN, More(1, 0.8, 1.0), "error")
     with pytest.raises(UserError, match=r"prompt a~1 has the id that responses\.more\.answers gives"):
         stage.foresee(inputs)
 
@@ -204,7 +206,7 @@ def test_a_prompt_without_room_is_an_error_or_dropped_and_counted(talkative: Tar
     with pytest.raises(UserError,
                        match=r"prompt long has 1\d\d tokens, .* target_engine.max_length=80; .*=drop"):
         ask(talkative, inputs, tmp_path / "out", max_length=80)
-    stage = Regenerate(talkative, engine(max_length=80), Sampling(12, 0.0, 1.0, 5), More(0, 0.8, 1.0),
+    stage = Regenerate(talkative, engine(max_length=80), Sampling(12, 0.0, 1.0, 5), NO_OWN, More(0, 0.8, 1.0),
                        "error")
     with pytest.raises(UserError, match="prompt long has"):
         stage.foresee(inputs)
@@ -286,7 +288,8 @@ def test_only_what_happened_is_remarked(tiny_target: Target, talkative: Target, 
 def test_a_sequence_has_positions_in_the_target(tiny_target: Target) -> None:
     sampling = Sampling(12, 0.0, 1.0, 5)
     with pytest.raises(UserError, match="target_engine.max_length=2049 is more than the 2048 positions"):
-        Regenerate(tiny_target, engine(max_length=2049), sampling, More(0, 0.8, 1.0), "error").preflight()
+        Regenerate(tiny_target, engine(max_length=2049), sampling, NO_OWN, More(0, 0.8, 1.0),
+                   "error").preflight()
     with pytest.raises(UserError, match="target.max_length=3000 is more than"):
         AsGiven(replace(tiny_target, max_length=3000), 3000).preflight()
-    Regenerate(tiny_target, engine(max_length=2048), sampling, More(0, 0.8, 1.0), "error").preflight()
+    Regenerate(tiny_target, engine(max_length=2048), sampling, NO_OWN, More(0, 0.8, 1.0), "error").preflight()

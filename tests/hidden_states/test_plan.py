@@ -10,6 +10,7 @@ import pytest
 from stored_states import SAMPLES, extract, make
 from tiny import engine, random_samples
 
+from trainer.data.own_prompts import OwnPrompts
 from trainer.data.prompts import Jsonl, Prompts
 from trainer.data.responses import Length, More, Regenerate
 from trainer.errors import UserError
@@ -24,8 +25,12 @@ def plan(tiny_target: Target, tmp_path: Path) -> Plan:
     source = tmp_path / "prompts.jsonl"
     source.write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in (["a"], ["b", "c"], ["d"])))
     return Plan(Prompts(Jsonl(str(source)), None, 1),
-                Regenerate(tiny_target, engine(), Sampling(9, 0.0, 1.0, 0), More(0, 0.8, 1.0), "error"),
+                Regenerate(tiny_target, engine(), Sampling(9, 0.0, 1.0, 0), OwnPrompts(0, 64, 1.0, 0.9),
+                            More(0, 0.8, 1.0), "error"),
                 make("offline", tiny_target, [1, 2]))
+
+
+NO_OWN = OwnPrompts(0, 64, 1.0, 0.9)
 
 
 def planned(plan: Plan, inputs: dict[str, Path], out: Path) -> dict[str, Any]:

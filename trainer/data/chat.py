@@ -54,6 +54,19 @@ class Chat:
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         return self.render(messages, generate=True)
 
+    def opening(self) -> list[int]:
+        """Ids of what stands before the first words of a user."""
+        words = "words-of-the-user"
+        self.render([{"role": "user", "content": words}], generate=False)  # for its errors
+        text = self.tokenizer.apply_chat_template([{"role": "user", "content": words}], tokenize=False,
+                                                  add_generation_prompt=False, **self.template)
+        before, found, _ = text.partition(words)
+        if not found or not before:
+            raise UserError(f"the chat template of {self.tokenizer.name_or_path} writes nothing before a "
+                            "user's words, so the target cannot be asked to speak for one; set "
+                            "responses.own.prompts=0")
+        return list(self.tokenizer(before, add_special_tokens=False).input_ids)
+
     def supervised(self, messages: Sequence[Message]) -> list[tuple[list[int], list[bool]]]:
         """Rows (ids, loss mask) of a conversation whose answers are given.
 

@@ -10,10 +10,10 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from trainer.data.prompt_rows import Row, parse_all, parse_line
 from trainer.errors import UserError
@@ -21,6 +21,7 @@ from trainer.pipeline import Stage
 from trainer.ranges import Amount, Count
 from trainer.records import Prompt
 
+Item = TypeVar("Item")
 Text = tuple[str, tuple[str, ...]]  # what is asked: system text and turns
 
 
@@ -250,3 +251,10 @@ def _text(prompt: Prompt) -> Text:
 
 def _text_hash(prompt: Prompt) -> str:
     return hashlib.sha256("\n".join([prompt.system or "", *prompt.turns]).encode()).hexdigest()
+
+
+def spread(items: Sequence[Item], count: int, category: Callable[[Item], str]) -> list[Item]:
+    """At most `count` of the items, from every category in proportion and evenly within it."""
+    ordered = sorted(items, key=category)
+    count = min(count, len(ordered))
+    return [ordered[number * len(ordered) // count] for number in range(count)]

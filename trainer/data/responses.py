@@ -21,6 +21,7 @@ from rich import print as rich_print
 from rich.text import Text
 
 from trainer.data.chat import Chat, coloured, messages_of
+from trainer.data.own_prompts import OwnPrompts
 from trainer.data.prompts import read_prompts
 from trainer.data.response_rows import RESPONSES, GroupFile, Row, mask_of, read_rows, read_samples
 from trainer.engines.base import TargetEngine
@@ -65,11 +66,13 @@ class More:
 
 @dataclass(frozen=True)
 class Regenerate(Stage):
-    """Asks the target. `too_long` says what happens to a prompt that leaves no room for an answer."""
+    """Asks the target, the prompts and those that it makes up (`own`). `too_long` says what happens to a
+    prompt that leaves no room for an answer."""
 
     target: Target
     engine: TargetEngine
     sampling: Sampling
+    own: OwnPrompts
     more: More
     too_long: Literal["error", "drop"]
 
@@ -81,11 +84,13 @@ class Regenerate(Stage):
 
     def preflight(self) -> None:
         self.target.require_length(self.engine.max_length, "target_engine.max_length")
+        self.own.require_room(Chat.of(self.target), self.engine.max_length)
 
     def foresee(self, inputs: dict[str, Path]) -> None:
         if "prompts" in inputs:
             prompts = read_prompts(inputs["prompts"])
             self._too_long(Chat.of(self.target), prompts)
+            self.own.require_free([prompt for prompt, _ in prompts])
             self.more.of(prompts)
 
     def longest(self, prompts: Sequence[Placed]) -> list[Length]:
@@ -97,6 +102,11 @@ class Regenerate(Stage):
                 asked = len(chat.prompt(messages_of(prompt, [""] * turn))) + turn * answer
                 total = min(asked + answer, self.engine.max_length)
                 found.append(Length(f"{prompt.id}#{turn}", total, min(answer, total)))
+        if self.own.prompts:
+            total = min(self.own.longest(chat) + answer, self.engine.max_length)
+            own = [(Prompt(name, ("",)), "train") for name in self.own.ids()]
+            found += [Length(f"{prompt.id}#0", total, min(answer, total))
+                      for prompt, _ in [*own, *self.more.of(own)]]
         return found
 
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
@@ -106,8 +116,10 @@ class Regenerate(Stage):
         dropped = self._too_long(chat, prompts)
         prompts = [(prompt, name) for prompt, name in prompts if prompt.id not in dropped]
         drawn = replace(self.sampling, temperature=self.more.temperature, top_p=self.more.top_p)
-        work = [(prompts, self.sampling), (self.more.of(prompts), drawn)]
         with self.engine.load(self.target.folder, self.target.end_ids) as engine:
+            own = self.own.draw(chat, engine, self.sampling.seed, [prompt for prompt, _ in prompts], out)
+            prompts = [*prompts, *((prompt, "train") for prompt in own)]
+            work = [(prompts, self.sampling), (self.more.of(prompts), drawn)]
             total = sum(len(prompt.turns) for part, _ in work for prompt, _ in part)
             with Progress("responses", total=total, unit="answers", start=len(writer.rows)) as bar:
                 for group, sampling in self._all_groups(chat, work, writer.rows, engine.group):
@@ -118,6 +130,7 @@ class Regenerate(Stage):
                     tokens = sum(len(row["tokens"]) for row in rows)
                     bar.advance(len(rows), **{"tokens/s": tokens / max(seconds, 1e-6)})
         return {**describe(list(writer.rows.values()), self.target, sorted(dropped)),
+                "own_prompts": len(own), "own_left_out": self.own.prompts - len(own),
                 "turns_without_room": total - len(writer.rows)}
 
     def _too_long(self, chat: Chat, prompts: list[Placed]) -> set[str]:

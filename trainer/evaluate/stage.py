@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from trainer.architectures.base import Drafter
 from trainer.data.chat import Chat, messages_of
-from trainer.data.prompts import read_prompts
+from trainer.data.prompts import read_prompts, spread
 from trainer.data.response_rows import read_samples
 from trainer.engines.base import TargetEngine
 from trainer.errors import UserError
@@ -146,7 +146,7 @@ class Evaluate(Stage):
                             "brings its own split; give prompts.* as in the run that made those answers, or "
                             "others")
         kept = [question for question in asked if question[0] not in {*dropped, *trained}]
-        chosen = kept[::max(1, len(kept) // self.prompts)][:self.prompts]
+        chosen = spread(kept, self.prompts, lambda question: question[1])
         for name, _, _ in chosen or asked[:1]:
             if name in long:
                 advice = "" if dropped else "leave such prompts out with evaluate.too_long=drop, "

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from trainer.architectures.base import Drafter
+from trainer.data.prompts import spread
 from trainer.engines.base import TargetEngine
 from trainer.evaluate.decode import Counts, decode, replay
 from trainer.export.formats import FORMATS, FormatName, Serving
@@ -88,7 +89,7 @@ class Acceptance(Measuring):
     def usable(self, samples: Sequence[Sample]) -> list[Sample]:
         """`prompts` of those that have a prompt and room for an answer, spread over all."""
         fitting = [sample for sample in samples if 1 <= _prompt(sample) <= self.engine.max_length - 2]
-        return fitting[::max(1, len(fitting) // self.prompts)][:self.prompts]
+        return spread(fitting, self.prompts, lambda sample: sample.category)
 
     def rehearse(self, drafter: Drafter, target: Target, heldout: Sequence[Sample], states: States,
                  folder: Path) -> None:

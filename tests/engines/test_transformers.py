@@ -10,7 +10,7 @@ import torch
 from tiny import engine, random_samples
 from transformers import AutoModelForCausalLM
 
-from trainer.engines.transformers import TransformersEngine
+from trainer.engines.transformers import NUCLEUS, TransformersEngine, _nucleus
 from trainer.errors import UserError
 from trainer.records import KeysValues, LastState, Sampling
 from trainer.target import Target
@@ -88,6 +88,22 @@ def test_samples_follow_the_filtered_distribution(tiny_target: Target, model: An
         expected = share / total
         deviation = (expected * (1 - expected) / count) ** 0.5
         assert abs(found[token] / count - expected) < 5 * deviation + 1 / count
+
+
+@pytest.mark.parametrize("spread", [(8.0, 8.0), (8.0, 0.01), (0.0, 8.0)])
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999])
+def test_the_nucleus_of_a_large_vocabulary_is_that_of_sorting_all(spread: tuple[float, float],
+                                                                  top_p: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(2, 4 * NUCLEUS, generator=generator, dtype=torch.float64) * torch.tensor([spread]).T
+    kept = _nucleus(logits, top_p)
+    for row, found in zip(logits, kept, strict=True):
+        shares, ids = row.softmax(-1).sort(descending=True, stable=True)
+        size = int((shares.cumsum(-1) - shares < top_p).sum())
+        assert int(found.isfinite().sum()) == size
+        if row.std() > 0:  # else all are alike, and any so many will do
+            assert set(found.isfinite().nonzero()[:, 0].tolist()) == set(ids[:size].tolist())
+        assert torch.equal(found[found.isfinite()], row[found.isfinite()])
 
 
 def test_an_answer_ends_where_the_engine_s_length_does(tiny_target: Target) -> None:

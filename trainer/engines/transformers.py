@@ -27,6 +27,7 @@ from trainer.errors import UserError
 from trainer.ranges import Amount, Count, Device, Dtype, SequenceLength, require_device
 from trainer.records import Completion, HiddenStates, KeysValues, LastState, Sampling, Tap
 
+NUCLEUS = 1024  # tokens among which those of a top-p are looked for first
 CROWDED = 0.85  # finished rows leave when so few still run: each time the whole cache is copied
 
 
@@ -267,15 +268,25 @@ def _generator(seed: int, key: str) -> torch.Generator:
     return torch.Generator().manual_seed(number)
 
 
+def _nucleus(logits: Tensor, top_p: float) -> Tensor:
+    """The logits [B, V], minus infinity where the likelier tokens alone have `top_p` of the probability."""
+    shares = logits.softmax(-1)
+    for width in (NUCLEUS, shares.shape[-1]):  # to sort all of a large vocabulary takes longer than the model
+        likeliest, ids = shares.topk(min(width, shares.shape[-1]), dim=-1)
+        if bool((likeliest.sum(-1) >= top_p).all()):
+            break
+    kept = likeliest.cumsum(-1) - likeliest < top_p
+    return torch.full_like(logits, float("-inf")).scatter(
+        -1, ids, logits.gather(-1, ids).masked_fill(~kept, float("-inf")))
+
+
 def _pick(logits: Tensor, sampling: Sampling, generators: list[torch.Generator]) -> Tensor:
     """Next token of every row, [B] int64: the argmax, or a draw after temperature and top-p."""
     if sampling.temperature == 0:
         return logits.argmax(dim=-1)
     scaled = logits.float() / sampling.temperature
     if sampling.top_p < 1:
-        ordered, order = scaled.sort(dim=-1, descending=True)
-        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-        scaled = scaled.masked_fill((before >= sampling.top_p).gather(-1, order.argsort(-1)), float("-inf"))
+        scaled = _nucleus(scaled, sampling.top_p)
     reached = scaled.softmax(-1).cumsum(-1)
     total = reached[:, -1:]  # which rounding moves off 1
     drawn = torch.cat([torch.rand(1, generator=each) for each in generators]).to(total.device)[:, None]

@@ -12,29 +12,33 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from safetensors import SafetensorError  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
+from torch import Tensor  # noqa: E402
 
+from trainer.architectures.mtp_layouts import layout_of  # noqa: E402
 from trainer.errors import UserError  # noqa: E402
 from trainer.export.formats import FORMATS  # noqa: E402
 from trainer.export.stitched import stitch  # noqa: E402
 from trainer.progress import exit_status  # noqa: E402
-from trainer.target import SIZES, check_folder, folder_identity  # noqa: E402
+from trainer.target import SIZES, check_folder, folder_identity, text_part  # noqa: E402
 
 
-def record_of(changes: Path) -> dict[str, Any]:
-    """config.json of the changes; UserError for a folder of anything else."""
+def contents(changes: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json of the changes, and their tensors; UserError for a folder of anything else."""
     try:
         found = json.loads((changes / "config.json").read_text())
         if {"config_changes", "target_config", "steps"} <= found.keys():
-            return found
+            return found, load_file(changes / "model.safetensors")
         reason = "its config.json is of something else"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         reason = str(error)
     raise UserError(f"{changes} is no folder of changes ({reason}); give the folder changes of a finished "
                     "stage export")
@@ -43,8 +47,11 @@ def record_of(changes: Path) -> dict[str, Any]:
 def require_target(changes: Path, target: Path, expected: dict[str, Any], other_weights: bool) -> None:
     """Raises unless the changes can be put into the target."""
     check_folder(target)
-    config = json.loads((target / "config.json").read_text())
-    config = config.get("text_config", config)
+    config = text_part(json.loads((target / "config.json").read_text()))
+    try:
+        layout_of(config)
+    except ValueError as error:
+        raise UserError(f"{target} cannot take a module: {error}") from error
     for key in SIZES:
         if config[key] != expected[key]:
             raise UserError(f"{target} has {key} {config[key]}, and the module in {changes} is of a target "
@@ -59,15 +66,19 @@ def require_target(changes: Path, target: Path, expected: dict[str, Any], other_
 
 def apply(changes: Path, target: Path, folder: Path, other_weights: bool) -> dict[str, str]:
     """Makes the folder; commands that serve it. UserError for anything to mend."""
-    if folder.exists():
-        raise UserError(f"{folder} is there already; give the name of a folder that is not")
-    record = record_of(changes)
+    partial = folder.with_name(folder.name + ".partial")
+    for place in (folder, partial):
+        if place.exists():
+            raise UserError(f"{place} is there already; give another name for the new folder, or remove what "
+                            "a call that was killed has left")
+    record, tensors = contents(changes)
     expected = record.pop("target_config")
     require_target(changes, target, expected, other_weights)
-    tensors = load_file(changes / "model.safetensors")
-    partial = folder.with_name(folder.name + ".partial")
-    stitch(target, partial, tensors, {**record, "tensors": sorted(tensors)})
-    partial.rename(folder)
+    try:
+        stitch(target, partial, tensors, {**record, "tensors": sorted(tensors)})
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return FORMATS["stitched"].commands(record["method"], folder, str(target), record["steps"])
 
 

@@ -26,6 +26,7 @@ MORE_FILES = ("vocab.json", "merges.txt", "added_tokens.json", "additional_chat_
 INDEX = "model.safetensors.index.json"
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 POINTER = b"version https://git-lfs"
+OF_THE_WHOLE = ("quantization_config", "tie_word_embeddings")  # may stand beside a text part and hold for it
 BRACKETED = re.compile(r"<.+>|\[.+\]")
 
 
@@ -86,9 +87,8 @@ class Target:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The text part of config.json (multimodal targets nest it)."""
-        config = json.loads((self.folder / "config.json").read_text())
-        return config.get("text_config", config)
+        """The text part of config.json."""
+        return text_part(json.loads((self.folder / "config.json").read_text()))
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -182,6 +182,12 @@ class Target:
             if names:
                 break
         return spare[:4] or names[-4:]
+
+
+def text_part(config: dict[str, Any]) -> dict[str, Any]:
+    """That of a config.json, which multimodal targets nest, with what the whole says for it."""
+    whole = {key: config[key] for key in OF_THE_WHOLE if key in config}
+    return {**whole, **config["text_config"]} if "text_config" in config else config
 
 
 def check_folder(folder: Path) -> None:

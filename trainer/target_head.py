@@ -66,18 +66,10 @@ FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 def load_target_head(folder: Path, config: dict[str, Any]) -> TargetHead:
     """`config` is the (text) config of the target in `folder`."""
-    names = tensor_names(folder)
-    embedding = _ending(names, "embed_tokens.weight", folder)
-    norm = _ending(names, "model.norm.weight", folder, alternatives=("language_model.norm.weight",))
-    heads = _with_ending(names, "lm_head.weight")
-    head = heads[0] if heads else embedding
+    embedding, norm, head = head_names(folder, config)
     tensors = read_tensors(folder, {embedding, norm, head})
-    tied = config.get("tie_word_embeddings")
-    if tied is False and not heads:
-        raise UserError(f"target folder {folder} has no lm_head.weight, and its config.json says "
-                        "tie_word_embeddings=false, so its head is missing; fetch the whole checkpoint, or "
-                        "say tie_word_embeddings=true where the embedding is the head")
-    if tied is True and heads and not torch.equal(tensors[embedding], tensors[head]):
+    tied = config.get("tie_word_embeddings") is True and head != embedding
+    if tied and not torch.equal(tensors[embedding], tensors[head]):
         raise UserError(f"target folder {folder} has an lm_head.weight other than its embedding, and its "
                         "config.json says tie_word_embeddings=true: a server would take the embedding; mend "
                         "config.json, or fetch the checkpoint again")
@@ -85,6 +77,20 @@ def load_target_head(folder: Path, config: dict[str, Any]) -> TargetHead:
     offset = 1.0 if kind.startswith(OFFSET_NORMS) and not kind.startswith(PLAIN_NORMS) else 0.0
     return TargetHead(tensors[embedding], tensors[norm], tensors[head], float(config["rms_norm_eps"]), offset,
                       1.0 / float(config.get("logits_scaling", 1.0)), config.get("final_logit_softcapping"))
+
+
+def head_names(folder: Path, config: dict[str, Any]) -> tuple[str, str, str]:
+    """Names of the embedding, the final norm and the head, which is the embedding where there is no other;
+    raises when one is missing. No tensor is read."""
+    names = tensor_names(folder)
+    embedding = _ending(names, "embed_tokens.weight", folder)
+    norm = _ending(names, "model.norm.weight", folder, alternatives=("language_model.norm.weight",))
+    heads = _with_ending(names, "lm_head.weight")
+    if config.get("tie_word_embeddings") is False and not heads:
+        raise UserError(f"target folder {folder} has no lm_head.weight, and its config.json says "
+                        "tie_word_embeddings=false, so its head is missing; fetch the whole checkpoint, or "
+                        "say tie_word_embeddings=true where the embedding is the head")
+    return embedding, norm, heads[0] if heads else embedding
 
 
 def tensor_names(folder: Path) -> dict[str, Path]:

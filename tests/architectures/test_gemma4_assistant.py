@@ -216,13 +216,18 @@ def test_transformers_writes_what_training_begins_with(target: Target, tmp_path:
                                       CENTROIDS])
 def test_transformers_has_our_logits(target: Target, batch: Batch, tmp_path: Path,
                                      settings: dict[str, Any]) -> None:
-    """Loaded by its own class, fed by its own target. It does not cap logits, and lets sliding layers see one
-    token more than a target's do (and vLLM's): here it is given no more than those."""
-    from transformers import AutoModelForCausalLM, Gemma4AssistantForCausalLM
-
     drafter = make(target, **settings).eval()
-    assistant = Gemma4AssistantForCausalLM.from_pretrained(start_of(drafter, tmp_path)).eval()
-    model = AutoModelForCausalLM.from_pretrained(target.folder).eval()
+    assert compare_with_transformers(drafter, target, batch, tmp_path) == "Gemma4AssistantForCausalLM"
+
+
+def compare_with_transformers(drafter: Gemma4Assistant, target: Target, batch: Batch, folder: Path) -> str:
+    """The name of the class that its config.json leads to, which is fed by its own target. It does not cap
+    logits, and lets sliding layers see one token more than a target's do (and vLLM's): here it is given no
+    more than those."""
+    from transformers import AutoModelForCausalLM
+
+    assistant, model = (AutoModelForCausalLM.from_pretrained(each).eval()
+                        for each in (start_of(drafter, folder), target.folder))
     *known, token = batch.tokens[:22].tolist()
     ours = drafter.draft_logits(drafter.extend(drafter.new_context(), known, batch.taps[:21]), token, STEPS)
     with torch.inference_mode():
@@ -234,8 +239,9 @@ def test_transformers_has_our_logits(target: Target, batch: Batch, tmp_path: Pat
             both = torch.cat([model.get_input_embeddings()(torch.tensor([[token]])), fed], dim=-1)
             found = assistant(inputs_embeds=both, position_ids=place, shared_kv_states=shared)
             logits, fed, token = found.logits[0, 0], found.last_hidden_state, int(expected.argmax())
-            logits = logits if settings is CENTROIDS else torch.tanh(logits / 30) * 30
+            logits = torch.tanh(logits / 30) * 30 if drafter.masked_embedding is None else logits
             torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    return type(assistant).__name__
 
 
 OTHERS = {  # of an assistant's config.json: what is changed, and what is told

@@ -127,6 +127,7 @@ WRONG = {
     "biases": ({"attention_bias": True}, {}, "in the layout of MiMo, as its config.json says "
                "attention_bias=True"),
     "wide heads": ({"head_dim": 32}, {}, "its config.json says head_dim=32"),
+    "no head": ({"tie_word_embeddings": False}, {}, "has no lm_head.weight, .* so its head is missing"),
     "quantised": ({"quantization_config": {"quant_method": "fp8"}}, {},
                   r"weights are quantised \(quantization_config in its config.json: fp8\)"),
     "another family": ({"model_type": "glm4_moe"}, {}, "drafter.start=random must be own: only a Llama or"),

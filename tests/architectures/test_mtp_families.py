@@ -3,23 +3,31 @@ target is what came out of it."""
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from mtp_targets import FAMILIES, random_target
-from tiny import random_samples, small, states_of
+from safetensors.torch import load_file, save_file
+from tiny import copied, make_small, random_samples, small, states_of
 from torch import Tensor, nn
 from transformers import AutoModel
 
 from trainer.architectures.mtp import Mtp
 from trainer.architectures.mtp_layouts import SHARED, layer_config
 from trainer.data.packing import collate
+from trainer.errors import UserError
 from trainer.export.base import Serving
 from trainer.export.formats import FORMATS
-from trainer.target import Target
+from trainer.target import INDEX, Folder, Target, check_folder
 from trainer.target_head import load_target_head, read_tensors, tensor_names
+from trainer.training.build import require_buildable
 
 [SAMPLE] = random_samples([30])
 ANCHOR = 12
@@ -96,20 +104,109 @@ def normed(vector: Tensor, norm: nn.Module, offset: float, eps: float) -> Tensor
 def test_only_what_was_trained_changes_in_the_target(begun: Begun, family: str,
                                                      tmp_path_factory: pytest.TempPathFactory) -> None:
     target, drafter = begun(family)
-    folder = tmp_path_factory.mktemp("stitched") / family
-    before = read_tensors(target.folder, tensor_names(target.folder))
-    FORMATS["stitched"].write(folder, drafter.export(), Serving("t", [], 2, target.folder), torch.float32)
-    found = read_tensors(folder, tensor_names(folder))
-    assert found.keys() == before.keys(), "nothing is new, nothing is lost"
-    assert all(torch.equal(found[name], before[name]) for name in before), "untrained, it is as it was"
-    exported = drafter.export()
+    home, before = tmp_path_factory.mktemp("stitched"), contents(target.folder)
+    assert contents(stitched(drafter, target, home / "same")) == before, "untrained, it is as it was"
+    exported, trained = drafter.export(), copy.deepcopy(drafter)
     names = {*exported.weights} - exported.exact
     assert names < before.keys() and not [name for name in names if name.endswith(SHARED)]
-    again = Mtp.restore(FORMATS["stitched"].read(folder), "stitched",
+    for parameter in trained.parameters():
+        parameter.add_(1)
+    found = contents(stitched(trained, target, home / "trained"))
+    check_folder(home / "trained")
+    assert found.keys() == before.keys(), "nothing is new, nothing is lost"
+    assert {name for name in before if found[name] != before[name]} == names
+    assert contents(target.folder) == before
+    again = Mtp.restore(FORMATS["stitched"].read(home / "trained"), "stitched",
                         load_target_head(target.folder, target.config))
-    for name, tensor in drafter.heads.state_dict().items():
-        assert torch.equal(tensor, again.heads.state_dict()[name]), name
-    rounded = tmp_path_factory.mktemp("rounded") / family
-    FORMATS["stitched"].write(rounded, exported, Serving("t", [], 2, target.folder), torch.bfloat16)
-    dtypes = {name: tensor.dtype for name, tensor in read_tensors(rounded, exported.weights).items()}
+    require_same(again, trained)
+    stitched(drafter, target, home / "rounded", torch.bfloat16)
+    dtypes = {name: tensor.dtype for name, tensor in read_tensors(home / "rounded", exported.weights).items()}
     assert {name for name, dtype in dtypes.items() if dtype == torch.bfloat16} == names
+
+
+def stitched(drafter: Mtp, target: Target, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    FORMATS["stitched"].write(folder, drafter.export(), Serving("t", [], 2, target.folder), dtype)
+    return folder
+
+
+def contents(folder: Path) -> dict[str, tuple[torch.dtype, bytes]]:
+    """Every tensor of a checkpoint, byte by byte."""
+    tensors = read_tensors(folder, tensor_names(folder))
+    return {name: (tensor.dtype, tensor.numpy().tobytes()) for name, tensor in tensors.items()}
+
+
+def require_same(one: Mtp, other: Mtp) -> None:
+    for name, tensor in one.heads.state_dict().items():
+        assert torch.equal(tensor, other.heads.state_dict()[name]), name
+
+
+def test_the_layers_of_the_target_are_not_read(begun: Begun, tmp_path: Path) -> None:
+    """Their shard is gone by then."""
+    target, drafter = begun("qwen3_5")
+    other = copied(target, tmp_path / "target")
+    tensors = load_file(tmp_path / "target/model.safetensors")
+    layers = {name: tensor for name, tensor in tensors.items() if ".layers." in name}
+    rest = {name: tensor for name, tensor in tensors.items() if name not in layers}
+    index = json.loads((tmp_path / "target" / INDEX).read_text())
+    for file, inside in (("layers.safetensors", layers), ("model.safetensors", rest)):
+        save_file(inside, tmp_path / "target" / file)
+        index["weight_map"] |= dict.fromkeys(inside, file)
+    (tmp_path / "target" / INDEX).write_text(json.dumps(index))
+    (other.folder / "layers.safetensors").unlink()
+    require_same(begin(other), drafter)
+
+
+def begin(target: Target) -> Mtp:
+    return small(target, "mtp", start="own", tap_layers=target.tap_layers)
+
+
+def multimodal(target: Target, folder: Path, lost: str | tuple[str, ...] = (), **whole: Any) -> Target:
+    """The target as the text part of another one, whose config says `whole` beside it, without the tensors
+    whose names begin with `lost`."""
+    other, places = copied(target, folder), {}
+    config = json.loads((folder / "config.json").read_text())
+    del config["tie_word_embeddings"]
+    (folder / "config.json").write_text(json.dumps({
+        "model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": config,
+        "tie_word_embeddings": False, **whole}))
+    for path in folder.glob("*.safetensors"):
+        tensors = {name.replace("model.", "model.language_model.", 1): tensor
+                   for name, tensor in load_file(path).items() if not name.startswith(lost)}
+        path.unlink()
+        save_file(tensors, path, metadata={"format": "pt"})
+        places |= dict.fromkeys(tensors, path.name)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return other
+
+
+def test_a_multimodal_target_has_the_module_beside_its_text_part(begun: Begun, tmp_path: Path) -> None:
+    target, drafter = begun("qwen3_5")
+    other = multimodal(target, tmp_path / "target")
+    again = begin(other)
+    require_same(again, drafter)
+    folder = stitched(again, other, tmp_path / "stitched")
+    check_folder(folder)
+    assert contents(folder) == contents(other.folder)
+    assert json.loads((folder / "config.json").read_text()) == json.loads(
+        (other.folder / "config.json").read_text())
+    head = load_target_head(folder, replace(other, source=Folder(str(folder))).config)
+    require_same(Mtp.restore(FORMATS["stitched"].read(folder), "stitched", head), drafter)
+
+
+@pytest.mark.parametrize(("lost", "whole", "text"), [
+    ("mtp.", {}, r"has no MTP module \(no tensor of its files begins with mtp\.\)"),
+    ("lm_head.", {}, "has no lm_head.weight, .* so its head is missing"),
+    ((), {"quantization_config": {"quant_method": "fp8"}}, "weights are quantised .* its config.json: fp8")])
+def test_a_multimodal_target_that_it_cannot_be_trained_for(begun: Begun, tmp_path: Path, lost: Any,
+                                                           whole: dict[str, Any], text: str) -> None:
+    other = multimodal(begun("qwen3_5")[0], tmp_path / "target", lost, **whole)
+    with pytest.raises(UserError, match=text):
+        require_buildable(make_small("mtp", start="own", tap_layers=other.tap_layers), other, None)
+
+
+def test_fewer_modules_than_the_config_promises_are_told(begun: Begun, tmp_path: Path) -> None:
+    target, _ = begun("two_modules")
+    other = copied(target, tmp_path / "target", config={"num_nextn_predict_layers": 3})
+    made = make_small("mtp", start="own", steps=2, tap_layers=target.tap_layers)
+    with pytest.raises(UserError, match=r"differ \(2\.block\.\S+: expected \[.+?\], found none"):
+        require_buildable(made, other, None)

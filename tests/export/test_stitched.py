@@ -114,6 +114,26 @@ def test_a_module_among_other_tensors_of_a_shard(target: Target, tmp_path: Path)
         stitch(first, tmp_path / "third", {"odd": torch.zeros(8)}, {"config_changes": {}})
 
 
+def test_what_a_killed_call_left_is_made_anew(target: Target, tmp_path: Path) -> None:
+    """Its links lead into a target, whose files must not be written through them."""
+    before = contents(target.folder)
+    for seed in (0, 1):
+        folder = write(make(target, seed), target, tmp_path / "whole")
+    expected = make(target, 1).export().weights
+    assert contents(target.folder) == before
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in load_file(folder / ADDED).items())
+
+
+def test_a_shard_of_the_target_by_the_name_of_ours(target: Target, tmp_path: Path) -> None:
+    source = copied(target, tmp_path / "source")
+    (tmp_path / "source/model.safetensors").rename(tmp_path / "source" / ADDED)
+    before = contents(source.folder)
+    folder = write(make(source), source, tmp_path / "whole")
+    check_folder(folder)
+    assert contents(source.folder) == before and os.path.samefile(folder / ADDED, source.folder / ADDED)
+    assert tensor_names(folder).keys() == tensor_names(source.folder).keys() | make(source).export().weights
+
+
 def test_another_disk_gets_copies(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(source: Path, place: Path) -> None:
         raise OSError(errno.EXDEV, "Invalid cross-device link")

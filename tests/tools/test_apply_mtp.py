@@ -62,16 +62,27 @@ def test_what_does_not_fit_is_one_sentence(call: Any, changes: Path, tiny_target
                                            tmp_path: Path) -> None:
     other = copied(tiny_target, tmp_path / "other", generation_config={"temperature": 0.5})
     wide = copied(tiny_target, tmp_path / "wide", config={"hidden_size": 128})
+    coarse = copied(tiny_target, tmp_path / "coarse", config={"quantization_config": {"quant_method": "awq"}})
     empty = tmp_path / "empty"
     empty.mkdir()
+    (tmp_path / "b.partial").mkdir()
     shutil.copytree(tiny_target.folder, tmp_path / "taken")
+    torn = shutil.copytree(changes, tmp_path / "torn")
+    (torn / "model.safetensors").write_bytes((torn / "model.safetensors").read_bytes()[:200])
+    lost = shutil.copytree(changes, tmp_path / "lost")
+    (lost / "model.safetensors").unlink()
     for arguments, text in (((empty, tiny_target.folder, tmp_path / "a"), "empty is no folder of changes"),
                             ((tiny_target.folder, tiny_target.folder, tmp_path / "a"), "of something else"),
+                            ((torn, tiny_target.folder, tmp_path / "a"), "torn is no folder of changes"),
+                            ((lost, tiny_target.folder, tmp_path / "a"), "lost is no folder of changes"),
                             ((changes, empty, tmp_path / "a"), "has no config.json"),
+                            ((changes, tiny_target.folder, tmp_path / "b"), "b.partial is there already"),
+                            ((changes, coarse.folder, tmp_path / "a", "--other-weights"),
+                             "weights are quantised (quantization_config in its config.json: awq)"),
                             ((changes, tiny_target.folder, tmp_path / "taken"), "is there already"),
                             ((changes, wide.folder, tmp_path / "a"), "has hidden_size 128, and the module"),
                             ((changes, other.folder, tmp_path / "a"), "say --other-weights")):
         status, out, err = call(*arguments)
         assert (status, out) == (2, "") and text in err and len(err.splitlines()) == 1
-        assert not (tmp_path / "a").exists()
+        assert not {"a", "a.partial", "b"} & {path.name for path in tmp_path.iterdir()}
     assert call(changes, other.folder, tmp_path / "a", "--other-weights")[0] == 0

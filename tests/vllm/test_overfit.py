@@ -167,6 +167,8 @@ def check(learnt: Learnt, there: Measurement) -> None:
     assert accepted_length(here) >= K + 1 - 0.3
     assert there.mean_accepted_length >= K + 1 - 0.3
     assert there.mean_accepted_length == pytest.approx(accepted_length(here), rel=0.02)
+    shares = [count / here.counts.drafts for count in here.counts.per_position]
+    assert there.per_position == pytest.approx(shares, abs=0.02), "at every position"
 
 
 @pytest.mark.parametrize("name", QUICK)

@@ -15,6 +15,7 @@ from tiny import engine, small
 from torch import Tensor
 
 from trainer.architectures.gemma4_assistant import Gemma4Assistant
+from trainer.architectures.gemma4_geometry import ASSISTANTS
 from trainer.records import KeysValues, LastState
 from trainer.target import Target
 from trainer.target_head import load_target_head
@@ -28,20 +29,27 @@ CASES: dict[str, dict[str, Any]] = {
     "wide": {"hidden_size": 96, "heads": 4}, "centroids": {"num_centroids": 32, "centroid_top_k": 4}}
 
 
-def change_rope(text: dict[str, Any]) -> None:
-    text["rope_parameters"][SLIDING]["rope_theta"] /= 10
+def change_rope(config: dict[str, Any]) -> None:
+    config["text_config"]["rope_parameters"][SLIDING]["rope_theta"] /= 10
 
 
-def change_proportion(text: dict[str, Any]) -> None:
-    text["rope_parameters"][FULL]["partial_rotary_factor"] = 1.0
+def change_proportion(config: dict[str, Any]) -> None:
+    config["text_config"]["rope_parameters"][FULL]["partial_rotary_factor"] = 1.0
 
 
-def change_window(text: dict[str, Any]) -> None:
-    text["sliding_window"] += 1
+def change_window(config: dict[str, Any]) -> None:
+    config["text_config"]["sliding_window"] += 1
 
 
-def change_cap(text: dict[str, Any]) -> None:
-    text["final_logit_softcapping"] = 10.0
+def change_cap(config: dict[str, Any]) -> None:
+    config["text_config"]["final_logit_softcapping"] = 10.0
+
+
+def unify(config: dict[str, Any]) -> None:
+    """No mistake: the assistant of another kind of target, of the same layers."""
+    config["text_config"]["model_type"] = "gemma4_unified_text"
+    kind, architecture = ASSISTANTS["gemma4_unified_text"]
+    config |= {"model_type": kind, "architectures": [architecture]}
 
 
 MISTAKES = {each.__name__: each for each in (change_rope, change_proportion, change_window, change_cap)}
@@ -91,10 +99,10 @@ def made(tiny_gemma4: Target, inputs: dict[str, Tensor],
                              strict=True):
             own.copy_(kept)
         add(case, drafter)
-    for name, mistake in MISTAKES.items():
+    for name, change in {**MISTAKES, "unified": unify}.items():
         path = add(name, drafters["two"])
         config = json.loads((path / "config.json").read_text())
-        mistake(config["text_config"])
+        change(config)
         (path / "config.json").write_text(json.dumps(config))
     (folder / "request.json").write_text(json.dumps(cases))
     run_worker(folder)
@@ -107,7 +115,7 @@ def scored(ours: Tensor) -> Tensor:
     return ours > ours.amin(-1, keepdim=True)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, "unified"])
 def test_logits_of_every_step_are_ours(made: dict[str, Any], case: str) -> None:
     expected, found = made["ours"][case], made["logits"][case][1:]
     assert made["results"][case]["class"] == "Gemma4MTP" and made["results"][case]["k"] == STEPS
@@ -119,7 +127,7 @@ def test_logits_of_every_step_are_ours(made: dict[str, Any], case: str) -> None:
         assert inside.sum(-1).eq(4 * 10).all() and found[~inside].eq(torch.finfo(torch.float32).min).all()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, "unified"])
 def test_nothing_is_left_unset(made: dict[str, Any], case: str) -> None:
     assert made["results"][case]["unset"] == []
 

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+ASSISTANTS = {  # by model_type of the target's text part: that of its assistant, and its class
+    "gemma4_text": ("gemma4_assistant", "Gemma4AssistantForCausalLM"),
+    "gemma4_unified_text": ("gemma4_unified_assistant", "Gemma4UnifiedAssistantForCausalLM")}
 NEEDED = ("layer_types", "rope_parameters", "sliding_window", "head_dim", "num_key_value_heads",
           "rms_norm_eps", "max_position_embeddings")
 REMEDIES = {"layer_types": "drafter.layer_types", "hidden_size": "drafter.hidden_size",
@@ -22,10 +25,10 @@ GLOBAL_HEAD_DIM = 512  # of transformers, where a config says nothing
 def require_gemma4(config: dict[str, Any]) -> None:
     """Raises ValueError unless this (text) config is that of a Gemma 4 with all that an assistant takes."""
     found = config.get("model_type")
-    if found != "gemma4_text":
+    if found not in ASSISTANTS:
         raise ValueError(f"the target's model_type is {found}, and an assistant reads the keys and values of "
-                         "a Gemma 4 (gemma4_text); choose such a target (target=gemma4_26b_a4b, "
-                         "target=gemma4_31b), or another drafter")
+                         f"a Gemma 4 ({', '.join(ASSISTANTS)}); choose such a target "
+                         "(target=gemma4_26b_a4b, target=gemma4_31b), or another drafter")
     if missing := [name for name in NEEDED if config.get(name) is None]:
         raise ValueError(f"the target's config.json has no {', '.join(missing)}, so that its keys would be "
                          "misread; write it into the file, or fetch it again")
@@ -55,8 +58,8 @@ def assistant_geometry(config: dict[str, Any], layer_types: Sequence[str], hidde
     server's defaults."""
     (groups, size), (wide_groups, wide) = (attention_shape(config, kind) for kind in (SLIDING, FULL))
     count = len(layer_types)
-    return {"model_type": "gemma4_text", "vocab_size": config["vocab_size"], "hidden_size": hidden_size,
-            "intermediate_size": intermediate_size, "num_hidden_layers": count,
+    return {"model_type": config["model_type"], "vocab_size": config["vocab_size"],
+            "hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_hidden_layers": count,
             "num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": size,
             "global_head_dim": wide, "num_global_key_value_heads": wide_groups,
             "attention_k_eq_v": bool(config.get("attention_k_eq_v")), "attention_bias": False,
@@ -75,10 +78,11 @@ def assistant_config(text: dict[str, Any], backbone: int, clusters: int | None,
                      chosen: int) -> dict[str, Any]:
     """The whole config.json of an assistant with this `text_config`, for a target of hidden size `backbone`;
     `chosen` of the `clusters` of tokens (null: none) have logits."""
-    return {"architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant",
-            "text_config": text, "backbone_hidden_size": backbone,
-            "use_ordered_embeddings": clusters is not None, "num_centroids": clusters or 1,
-            "centroid_intermediate_top_k": chosen, "tie_word_embeddings": True}
+    kind, architecture = ASSISTANTS[text["model_type"]]
+    return {"architectures": [architecture], "model_type": kind, "text_config": text,
+            "backbone_hidden_size": backbone, "use_ordered_embeddings": clusters is not None,
+            "num_centroids": clusters or 1, "centroid_intermediate_top_k": chosen,
+            "tie_word_embeddings": True}
 
 
 def difference(given: dict[str, Any], own: dict[str, Any]) -> str | None:

@@ -40,8 +40,8 @@ Question = tuple[str, str, list[int]]  # id, category, prompt ids
 
 @dataclass(frozen=True)
 class Evaluate(Stage):
-    """`prompts` held-out prompts, the draft lengths `k` (the first is the one that the gates judge), `users`
-    at a time. `server` null measures in this process only. With `rounds` the servers with and without the
+    """`prompts` held-out prompts, the draft lengths `k` (the first is told by category as well), `users` at a
+    time. `server` null measures in this process only. With `rounds` the servers with and without the
     drafter are up together and take turns (memory for both is needed); null measures one after the other.
     `too_long` says what happens to a prompt that leaves no room for an answer. With `confidence`, drafts are
     decoded in this process once more, cut before the first position whose calibrated chance to be accepted is
@@ -118,8 +118,9 @@ class Evaluate(Stage):
             selections.append(Selection(self.confidence, facts["confidence"]["temperatures"]))
         found, gates = self._in_process(drafter, questions, base, selections)
         if self.server is not None:
-            served, more = self._served(folder, drafter, questions, base, found[0]["mean_accepted_length"],
-                                        out)
+            here = {row["num_speculative_tokens"]: row["mean_accepted_length"] for row in found
+                    if row["dataset"] == "heldout" and row["engine"] == "in_process"}
+            served, more = self._served(folder, drafter, questions, base, here, out)
             found, gates = found + served, gates + more
         (out / "rows.json").write_text(json.dumps(found, indent=1) + "\n")
         best = max(found, key=lambda row: (row["engine"] == "vllm", row["speedup"] or 0))
@@ -191,14 +192,16 @@ class Evaluate(Stage):
                  "process: verification or the rewind of the target's cache is wrong")]
 
     def _served(self, folder: Path, drafter: Drafter, questions: list[Question], base: dict[str, Any],
-                expected: float, out: Path) -> tuple[list[dict[str, Any]], list[Gate]]:
+                expected: dict[int, float], out: Path) -> tuple[list[dict[str, Any]], list[Gate]]:
+        """`expected` are the accepted lengths in this process by K."""
         found, differing = [], 0
         prompts = [prompt for _, _, prompt in questions]
         for k, plain, drafted, interpreted in self._measured(folder, drafter, prompts, out):
             result = compare(plain, drafted)
             differing = max(differing, result.differing)
             found.append(rows.served(base, k, plain, drafted, result.lossless, interpreted))
-        gap = abs(found[0]["mean_accepted_length"] / expected - 1)
+        gap = max(abs(row["mean_accepted_length"] / expected[row["num_speculative_tokens"]] - 1)
+                  for row in found)
         return found, [
             Gate("served_accepted_length_gap", gap, self.agreement, "<=", "the server accepts another "
                  "number of tokens than this process from the same folder: layer ids, mask token, rope or "

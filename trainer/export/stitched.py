@@ -71,8 +71,10 @@ def stitch(target: Path, folder: Path, tensors: dict[str, Tensor], record: dict[
     """Writes into `folder` the complete `target` with these tensors in place of its own of the same names, or
     beside its own: shards that change, the index and config.json (with `record["config_changes"]`) are
     written anew, all other files are hard links, or copies on another disk. `record` is kept in mtp.json.
-    Nothing in `target` is opened for writing. Raises UserError for tensors that do not fit those in place."""
-    folder.mkdir(parents=True, exist_ok=True)
+    Nothing in `target` is opened for writing; what `folder` has is removed. Raises UserError for tensors that
+    do not fit those in place."""
+    shutil.rmtree(folder, ignore_errors=True)  # of one that was killed: its links lead into the target
+    folder.mkdir(parents=True)
     places = tensor_names(target)
     changed = {places[name] for name in tensors if name in places}
     for path in {*places.values()} - changed:
@@ -86,11 +88,14 @@ def stitch(target: Path, folder: Path, tensors: dict[str, Tensor], record: dict[
     for path in changed:
         _rewrite(path, folder / path.name, tensors)
     added = {name: tensor for name, tensor in tensors.items() if name not in places}
+    new = ADDED
+    while (folder / new).exists():  # a link to a shard of the target
+        new = f"more-{new}"
     if added:
-        save_file(added, folder / ADDED, metadata={"format": "pt"})
+        save_file(added, folder / new, metadata={"format": "pt"})
     if added or (target / INDEX).is_file():
         _write_index(target, folder, {name: path.name for name, path in places.items()}
-                     | dict.fromkeys(added, ADDED))
+                     | dict.fromkeys(added, new))
     config = json.loads((target / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **record["config_changes"]}, indent=2) + "\n")
     (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n")

@@ -20,7 +20,7 @@ from trainer.errors import Several, UserError
 from trainer.ranges import Gives
 from trainer.records import Sample
 from trainer.target import Target
-from trainer.target_head import load_target_head, read_tensors, tensor_names, tensor_shapes
+from trainer.target_head import head_names, load_target_head, read_tensors, tensor_names, tensor_shapes
 from trainer.training.checkpoint import load_weights
 
 FEW, RARE = 10, 1e-3  # a mask token may be said so often, or be such a share: sampling says anything once
@@ -49,6 +49,7 @@ def require_buildable(make: MakeDrafter, target: Target, device: str | None) -> 
         found = make.func.fits(target.config, special_ids(target), device, **make.keywords)
     except ValueError as error:
         raise UserError(str(error)) from error
+    head_names(target.folder, target.config)
     if found:
         raise Several([f"drafter.{name}={make.keywords[name]} {text}" for name, text in found.items()])
     if make.func.own_prefixes(target.config, **make.keywords):

@@ -55,6 +55,8 @@ BAD = {
     "engine.url": ("localhost:8000",), "engine.runtime.port": (-1, 65536), "engine.max_num_seqs": (0,),
     "engine.runtime.startup_timeout_s": (0,), "engine.runtime.request_timeout_s": (float("nan"),),
     "engine.runtime.threads": ("all",), "engine.runtime.log_level": ("LOUD",), "engine.dtype": ("int8",),
+    "serve_command.k": (0,), "serve_command.platform": ("tpu",), "serve_command.method": ("",),
+    "serve_command.speculator": ("",),
     "report.rise_tolerance": (-1.0,), "seed": (-1,), "run": ([], ["train", "train"]), "run_root": ("",),
 }
 OTHERS = {

@@ -37,6 +37,11 @@ class TargetSource(ABC):
     def folder(self) -> Path:
         """The complete local folder; may download or make it the first time."""
 
+    @property
+    def served(self) -> str:
+        """What a server is told to load: the folder, or a name on the Hub."""
+        return str(self.folder())
+
 
 @dataclass(frozen=True)
 class Folder(TargetSource):
@@ -52,6 +57,10 @@ class Hub(TargetSource):
 
     repo: str
     revision: str
+
+    @property
+    def served(self) -> str:
+        return self.repo
 
     def folder(self) -> Path:
         from huggingface_hub import snapshot_download

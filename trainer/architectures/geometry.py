@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+# of the target's rotary positions: the draft turns whole heads, by positions of text alone, and a server that
+# read these would not
+OF_THE_TARGET = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
+
 
 def geometry(config: dict[str, Any], layers: int, intermediate_size: int | None,
              model_type: str = "qwen3") -> dict[str, Any]:
@@ -17,7 +21,8 @@ def geometry(config: dict[str, Any], layers: int, intermediate_size: int | None,
                          "be guessed; write it into the file, or choose a target with RMS norms and rotary "
                          "positions")
     heads = config["num_attention_heads"]
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    rope = {key: value for key, value in (config.get("rope_parameters") or config.get("rope_scaling")
+                                          or {}).items() if key not in OF_THE_TARGET}
     theta = rope.get("rope_theta", config.get("rope_theta"))
     if theta is None:
         raise ValueError("the target's config.json has no rope_theta, so the draft's positions would be "

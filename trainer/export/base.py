@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +15,7 @@ from torch import Tensor
 
 from trainer.architectures.base import Exported
 from trainer.errors import UserError
-
-Place = Path | str  # a folder, or a name on the Hub
+from trainer.export.serve_line import Place, serve_line, speculation
 
 
 @dataclass(frozen=True)
@@ -49,10 +47,7 @@ class Format(ABC):
     def commands(self, method: str, folder: Place, target: str, k: int) -> dict[str, str]:
         """Commands by platform that serve the folder with drafts of `k` tokens."""
         model, drafter = self.served(folder, target)
-        speculation = {"method": method, **({} if drafter is None else {"model": str(drafter)}),
-                       "num_speculative_tokens": k}
-        return {"vllm": f"vllm serve {shlex.quote(str(model))} --speculative-config "
-                        f"{shlex.quote(json.dumps(speculation))}"}
+        return {"vllm": serve_line(model, speculation(method, drafter, k))}
 
     def write(self, folder: Path, exported: Exported, serving: Serving, dtype: torch.dtype) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -7,11 +7,11 @@ For drafters that live inside their target see `stitched`.
 
 from __future__ import annotations
 
-import shlex
 from typing import Any, Literal
 
 from trainer.architectures.base import Exported
-from trainer.export.base import Format, Place, Serving
+from trainer.export.base import Format, Serving
+from trainer.export.serve_line import Place, serve_line
 from trainer.export.stitched import Changes, Stitched
 
 
@@ -33,7 +33,7 @@ class Speculators(Format):
 
     def commands(self, method: str, folder: Place, target: str, k: int) -> dict[str, str]:
         return {**super().commands(method, folder, target, k),
-                "vllm (short)": f"vllm serve {shlex.quote(str(folder))}"}
+                "vllm (short)": serve_line(folder)}
 
 
 class Native(Format):

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from trainer.architectures.base import Exported
 from trainer.errors import UserError
-from trainer.export.base import Format, Place, Serving, in_dtype
+from trainer.export.base import Format, Serving, in_dtype
+from trainer.export.serve_line import Place
 from trainer.target_head import read_tensors, tensor_names
 
 INDEX, RECORD, ADDED = "model.safetensors.index.json", "mtp.json", "model-mtp.safetensors"

@@ -1,0 +1,31 @@
+"""The command line that serves a target, with or without a drafter. It is put together here alone."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+Place = Path | str  # a folder, or a name on the Hub
+
+
+def speculation(method: str, drafter: Place | None, k: int) -> dict[str, Any]:
+    """What `--speculative-config` takes; `drafter` None: the target has it inside."""
+    return {"method": method, **({} if drafter is None else {"model": str(drafter)}),
+            "num_speculative_tokens": k}
+
+
+def serve_line(model: Place, draft: Mapping[str, Any] | None = None, flags: Mapping[str, Any] = {},
+               variables: Mapping[str, Any] = {}) -> str:
+    """One line for a shell: environment variables, `vllm serve`, `flags` by their names without dashes (true:
+    the flag alone; null: without it), and `draft` as `--speculative-config`."""
+    words = [f"{name}={shlex.quote(str(value))}" for name, value in variables.items() if value is not None]
+    words += ["vllm", "serve", shlex.quote(str(model))]
+    for name, value in flags.items():
+        if value is not None:
+            words += [f"--{name}", *([] if value is True else [shlex.quote(str(value))])]
+    if draft is not None:
+        words += ["--speculative-config", shlex.quote(json.dumps(draft))]
+    return " ".join(words)

@@ -163,6 +163,8 @@ def test_rows_that_say_nothing_of_speed_are_counted(changes: dict[str, Any], rea
 
 @pytest.mark.parametrize(("changes", "words"), [
     ({"tok_s": "fast"}, "row 0: tok_s is 'fast'"), ({"tok_s": float("nan")}, "tok_s is nan"),
+    ({"dataset": None}, "dataset is None, expected a name"), ({"temperature": "low"}, "temperature is 'low'"),
+    ({"users": "4"}, "users is '4', expected a count"),
     ({"num_speculative_tokens": 2.5}, "num_speculative_tokens is 2.5"),
     ({"mean_accepted_length": 0.4}, "mean_accepted_length is 0.4, expected 1 to K"),
     ({"per_position_acceptance": [0.5, 1.2]}, "expected K = 2 shares"),

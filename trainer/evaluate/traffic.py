@@ -119,6 +119,11 @@ def _lacks(row: Row, where: str) -> str | None:
         return "too few tokens to tell a speed-up"
     if not rates or length is None:
         return "no acceptance by position"
+    for name in (*DRAFTER, "dataset"):
+        _require(isinstance(row.get(name), str), where, name, row.get(name), "a name")
+    users, temperature = row.get("users"), row.get("temperature")
+    _require(users is None or (isinstance(users, int) and users > 0), where, "users", users, "a count")
+    _require(temperature is None or _number(temperature), where, "temperature", temperature, "a number")
     for name in ("baseline_tok_s", "tok_s"):
         _require(_number(row[name]) and row[name] > 0, where, name, row[name], "a speed above 0")
     _require(_number(length) and 1 <= length <= k + 1 + ROUNDED, where, "mean_accepted_length", length,

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from trainer._folders import (
     change,
+    changing,
     locked,
     read_sealed,
     require_folder,
@@ -233,3 +234,28 @@ def test_places_that_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="file is a file, expected a folder or nothing; remove it"):
         require_folder(tmp_path / "file")
+
+
+def test_a_finished_folder_is_changed_with_its_record(tmp_path: Path) -> None:
+    """Killed anywhere between, it is not taken for damaged; what was damaged before is not blessed."""
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(name)
+    write_sealed(tmp_path / "stage.json", {"files": sums(tmp_path)})
+
+    def found() -> str:
+        return change(tmp_path, read_sealed(tmp_path / "stage.json")["files"])
+
+    with changing(tmp_path, ["a", "none"]):
+        assert found() == ""
+        (tmp_path / "a").write_text("longer")
+        assert found() == ""
+        (tmp_path / "a").write_text("")
+        assert found() == ""
+    assert found() == "" and set(read_sealed(tmp_path / "stage.json")["files"]) == {"a", "b"}
+    (tmp_path / "a").write_text("x")
+    assert "a is not as it was left" in found()
+    with pytest.raises(UserError, match="a is not as it was left"), changing(tmp_path, ["a"]):
+        pass
+    with changing(tmp_path, ["b"]):
+        (tmp_path / "b").write_text("other")
+    assert "a is not as it was left" in found()

@@ -43,9 +43,10 @@ LAW: dict[str, set[str]] = {
     "training": {"records", "pipeline", "target", "target_head", "data", "hidden_states.base",
                  "hidden_states.prefetch", "architectures.base", "_folders"},
     "export": {"records", "pipeline", "target", "target_head", "data", "hidden_states.base",
-               "architectures.base", "training.build"},
+               "architectures.base", "training.build", "_folders"},
     "evaluate": {"records", "pipeline", "target", "target_head", "data", "engines.base", "architectures.base",
-                 "export.formats", "export.calibration", "training.build", "training.measuring"},
+                 "export.formats", "export.calibration", "export.tuned", "training.build",
+                 "training.measuring"},
 }
 # Packages from outside that only some files may import; a name of a room stands for the whole room.
 ONLY_IN = {

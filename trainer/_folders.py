@@ -122,9 +122,25 @@ def sums(folder: Path, sized: Collection[str] = ()) -> dict[str, dict[str, Any]]
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_file():
-            apart = any(fnmatch.fnmatchcase(name, glob) for glob in sized)
-            found[name] = {"bytes": path.stat().st_size, "xxh3_64": None if apart else _checksum(path)}
+            found[name] = _sum(path, any(fnmatch.fnmatchcase(name, glob) for glob in sized))
     return found
+
+
+@contextlib.contextmanager
+def changing(folder: Path, names: Collection[str]) -> Iterator[None]:
+    """Files of a finished folder, by their paths in it, may be changed inside: its record lets go of them
+    first and takes hold of them again afterwards, so that a kill in between leaves nothing that looks
+    damaged. Raises UserError where one is not as it was left."""
+    record = read_sealed(folder / "stage.json")
+    kept = record.get("files", {})
+    changed = [name for name in names if name in kept]
+    if found := change(folder, {name: kept[name] for name in changed}):
+        raise UserError(f"{found}; remove {folder} and make it again")
+    anything = {"bytes": 0, "xxh3_64": None}
+    write_sealed(folder / "stage.json", {**record, "files": kept | dict.fromkeys(changed, anything)})
+    yield
+    write_sealed(folder / "stage.json",
+                 {**record, "files": kept | {name: _sum(folder / name) for name in changed}})
 
 
 def change(folder: Path, files: dict[str, dict[str, Any]]) -> str:
@@ -141,6 +157,10 @@ def change(folder: Path, files: dict[str, dict[str, Any]]) -> str:
         if found != expected and (expected["xxh3_64"] or found["bytes"] < expected["bytes"]):
             return f"{path} is not as it was left: expected {_shown(expected)}, found {_shown(found)}"
     return ""
+
+
+def _sum(path: Path, apart: bool = False) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "xxh3_64": None if apart else _checksum(path)}
 
 
 def _shown(sum_: dict[str, Any]) -> str:
@@ -180,12 +200,16 @@ def sync(path: Path) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
+    """Writes the whole file or nothing."""
+    write_text(path, json.dumps(content, indent=2, default=_plain) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
     """Writes the whole file or nothing: beside its place, to the disk, then into its place."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with beside.open("w", encoding="utf-8") as file:
-            json.dump(content, file, indent=2, default=_plain)
-            file.write("\n")
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)

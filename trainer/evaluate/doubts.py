@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from trainer.evaluate import figures
-from trainer.evaluate.rows import FEW_DRAFTS, NEAR_ONE
 
+NEAR_ONE = 1.05   # an accepted length below: next to no draft is accepted, so that none can save time
+FEW_DRAFTS = 200  # counted drafts below which another sample would give another accepted length
 FEW_PROMPTS = 8  # to train on; with fewer, more training helps nothing
 WEIGHTS_OR_LAYERS = (
     "draft weights that the engine left unset, or hidden states taken from other layers than in training"
@@ -61,11 +62,13 @@ class Doubts:
             yield "rise", (
                 f"acceptance rises by {rise:.3f} from one position to the next, which cumulative acceptance "
                 "cannot do; this points at a fault of the verification kernel or at conditional rates"
+                f"{_uneven(len(rates))}"
             )
         elif _flat(rates):
             yield "flat", (
                 f"acceptance stays at {rates[0]:.2f} over all {len(rates)} positions; real drafts lose some "
-                "at every position, so a flat curve points at a fault of the verification kernel"
+                "at every position, so a flat curve points at a fault of the verification kernel, which "
+                f"returns the same output for all positions{_uneven(len(rates))}"
             )
         if row.get("lossless") is False:
             yield "lossless", (
@@ -140,6 +143,25 @@ def left_out(finished: dict[str, dict]) -> list[str]:
 def _sentence(row: dict, text: str, more: int) -> str:
     others = f" (and {more} more row{'s' if more > 1 else ''})" if more else ""
     return f"{figures.name_of(row)}, {figures.users(row)}{others}: {text}."
+
+
+def power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
+def needs_power_of_two(backend: str) -> bool:
+    """Whether an attention backend, by vLLM's name, decodes with the MLA kernels of AITER, some builds of
+    which give all K + 1 queries of a request one output unless their number is a power of two."""
+    return "AITER" in backend and "MLA" in backend
+
+
+def _uneven(k: int) -> str:
+    """What to try where verification seems wrong with drafts of `k` tokens; "" where their number is not to
+    blame."""
+    if power_of_two(k + 1):
+        return ""
+    return (f"; K + 1 = {k + 1} is no power of two, with which MLA decode kernels on ROCm are known to fail "
+            f"so: try K = {2 ** (k + 1).bit_length() // 2 - 1}")
 
 
 def _flat(rates: list[float]) -> bool:

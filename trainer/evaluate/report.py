@@ -21,8 +21,7 @@ from rich.text import Text
 
 from trainer.errors import UserError
 from trainer.evaluate import figures, finished_stages, html
-from trainer.evaluate.doubts import Doubts, left_out, of_training
-from trainer.evaluate.rows import NEAR_ONE
+from trainer.evaluate.doubts import NEAR_ONE, Doubts, left_out, of_training
 from trainer.pipeline import Stage
 from trainer.ranges import NotNegative
 

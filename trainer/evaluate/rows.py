@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.evaluate.decode import Counts, Decoded, Selection
+from trainer.evaluate.doubts import NEAR_ONE
 from trainer.evaluate.serving import Measurement
 from trainer.records import Completion
 
-NEAR_ONE = 1.05   # an accepted length below: next to no draft is accepted, so that none can save time
 FEW_TOKENS = 500  # timed output tokens below which speeds tell more of the machine than of the drafter
-FEW_DRAFTS = 200  # counted drafts below which another sample would give another accepted length
 
 
 @dataclass

@@ -20,6 +20,7 @@ from trainer.data.responses import read_samples
 from trainer.export.calibration import calibrate
 from trainer.export.card import model_card
 from trainer.export.formats import FORMATS, FormatName, Serving
+from trainer.export.tuned import with_speculation
 from trainer.gates import Gate, require
 from trainer.hidden_states.base import HiddenStateSource, MakeSource
 from trainer.pipeline import Stage
@@ -103,7 +104,9 @@ class Export(Stage):
         first = facts["formats"][0]
         commands = FORMATS[first].commands(facts["method"], folder.resolve() / first, facts["target"],
                                            facts["default_k"])
-        print(f"serve it: {commands['vllm']}", flush=True)
+        print(f"serve it: {with_speculation(commands['vllm'], facts)}", flush=True)
+        if not facts.get("speculate", True):
+            print("serve it without a drafter, though: where it was measured, plain decoding was faster")
 
     def _calibrated(self, drafter: Drafter, responses: Path, source: HiddenStateSource) -> dict[str, Any]:
         found = calibrate(drafter, read_samples(responses, "heldout"), source, self.calibration_drafts)

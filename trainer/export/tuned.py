@@ -1,0 +1,110 @@
+"""What tuning found, written into a folder that was exported before: its draft length, and K by batch size.
+
+`speculator.json` gets the keys that vLLM reads in `--speculative-config`; the config of a folder that is
+served alone its default length; the card, and the commands of a finished stage `export`, both. Every file is
+replaced whole, and the stage's record is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from trainer import _folders
+from trainer.errors import UserError, first_line
+
+SCHEDULE = "num_speculative_tokens_per_batch_size"
+LENGTH = re.compile(r'"num_speculative_tokens": \d+(, "' + SCHEDULE + r'": \[\[[\d, \[\]]*\]\])?')
+DEFAULT = re.compile(r"(?<=\| default draft \(K\) \| )\d+")
+FILES = ("speculator.json", "config.json", "README.md")
+HEADING = "\n## Tuned\n"
+
+
+def speculation(facts: dict[str, Any]) -> dict[str, Any]:
+    """The keys of `--speculative-config` for these facts: a server drafts up to the first of them, so that is
+    the longest of a schedule. One that is the same for every batch says no more than the length alone, and
+    costs full graphs in vLLM's older runner, so it is left out."""
+    schedule = facts.get(SCHEDULE) or []
+    lengths = {k for _, _, k in schedule}
+    if len(lengths) < 2:
+        return {"num_speculative_tokens": facts["default_k"]}
+    return {"num_speculative_tokens": max(lengths), SCHEDULE: schedule}
+
+
+def with_speculation(text: str, facts: dict[str, Any]) -> str:
+    """A command, or a text with some, that drafts as the facts say."""
+    return LENGTH.sub(json.dumps(speculation(facts))[1:-1].replace("\\", r"\\"), text)
+
+
+def exported_facts(folder: Path) -> dict[str, Any]:
+    """What an exported folder says of its drafter: of a finished stage `export`, or of one of its formats."""
+    whole = folder / "export.json"
+    return _read(whole if whole.is_file() else folder / "speculator.json")
+
+
+def write_tuned(folder: Path, tuned: dict[str, Any]) -> None:
+    """Writes a tuned drafter, with `default_k`, `speculate`, `speedup` and the schedule, into `folder`: all
+    formats of a finished stage `export`, which is given itself or as one of its formats, or a copy of one.
+    Where it is best not to speculate the default length stays. Raises UserError for another folder."""
+    root = next((each for each in (folder, folder.parent) if (each / "export.json").is_file()), None)
+    if root is None:
+        _write(folder, tuned)
+        return
+    exported = _read(root / "export.json")
+    names = [f"{form}/{name}" for form in exported["formats"] for name in FILES]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_folders.locked(root, f"the export {root}", "the exported folder"))
+        if (root / "stage.json").is_file():
+            stack.enter_context(_folders.changing(root, ["export.json", *names]))
+        for form in exported["formats"]:
+            _write(root / form, tuned)
+        facts = _with(exported, tuned)
+        commands = {name: with_speculation(command, facts)
+                    for name, command in exported["serve_commands"].items()}
+        _folders.write_json(root / "export.json", {**facts, "serve_commands": commands})
+
+
+def _write(folder: Path, tuned: dict[str, Any]) -> None:
+    described, config, card = (folder / name for name in FILES)
+    facts = _with(_read(described), tuned)
+    content = _read(config) if config.is_file() else {}
+    if "speculators_config" in content:  # it is served alone, and says how
+        for method in content["speculators_config"]["proposal_methods"]:
+            method["speculative_tokens"] = facts["default_k"]
+        _folders.write_json(config, content)
+    if card.is_file():
+        text = DEFAULT.sub(str(facts["default_k"]), with_speculation(card.read_text(encoding="utf-8"), facts))
+        _folders.write_text(card, text.partition(HEADING)[0] + HEADING + f"\n{_told(facts)}\n")
+    _folders.write_json(described, facts)
+
+
+def _with(facts: dict[str, Any], tuned: dict[str, Any]) -> dict[str, Any]:
+    """The facts with what was tuned in place of what was before."""
+    found = {**facts, "default_k": tuned["default_k"] or facts["default_k"], "speculate": tuned["speculate"],
+             "tuned_speedup": tuned["speedup"], SCHEDULE: tuned[SCHEDULE]}
+    return {key: value for key, value in found.items() if key != SCHEDULE or value}
+
+
+def _told(facts: dict[str, Any]) -> str:
+    if not facts["speculate"]:
+        return "Do not speculate: over the measured traffic no draft length was faster than plain decoding."
+    batches = "; ".join(f"batches of {first} to {last}: K = {k}"
+                        for first, last, k in facts.get(SCHEDULE, []))
+    return (f"Over the measured traffic K = {facts['default_k']} is the best draft length for all batches"
+            f"{f' ({batches})' if batches else ''}, and {facts['tuned_speedup']:.2f}x plain decoding is "
+            "expected.")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(content, dict):
+            return content
+        reason = "it holds no object"
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+    raise UserError(f"{path} cannot be read ({reason}), expected the facts of an exported drafter; give a "
+                    "folder of a finished stage export, or a copy of one")

@@ -26,7 +26,7 @@ def inputs(tmp_path: Path) -> dict[str, Path]:
     (tmp_path / "evaluate/rows.json").write_text(json.dumps(sweep(slope=0.05)))
     (tmp_path / "sweep/rows.json").write_text(json.dumps(
         [each for users, slope in {1: 0.05, 16: 1.2}.items() for each in sweep(users=users, slope=slope)]
-        + sweep(method="ngram", keep=0.3)))
+        + sweep(method="ngram", keep=0.2)))
     return {name: tmp_path / name for name in ("export", "evaluate", "sweep")}
 
 

@@ -47,7 +47,7 @@ def test_every_format_is_served_as_tuned(export: Path) -> None:
         assert (facts["default_k"], facts["speculate"], facts["max_k"]) == (4, True, 7)
         assert facts[SCHEDULE] == [[1, 3, 7], [4, 16, 2]]
         assert "| default draft (K) | 4 |" in card and keys in card and card.count("## Tuned") == 1
-        assert "K = 4 is the best" in card and "batches of 4 to 16: K = 2" in card
+        assert "draft lengths K = 4 is the best" in card and "batches of 4 to 16: K = 2" in card
     config = read(export / "speculators/config.json")["speculators_config"]
     assert config == {"proposal_methods": [{"speculative_tokens": 4}], "verifier": {}}
     assert read(export / "native/config.json") == {"hidden": 1}

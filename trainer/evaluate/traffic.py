@@ -48,7 +48,7 @@ def tune(rows: Sequence[Row], lengths: Lengths | None = None) -> dict[str, Any]:
         reasons = ", ".join(f"{count} with {why}" for why, count in left_out.items()) or "it is empty"
         raise UserError(f"no row of {len(rows)} says what a draft length costs ({reasons}); measure drafted "
                         "and plain speed of the same prompts, of at least 500 tokens each "
-                        "(evaluate.prompts, evaluate.sampling.max_new_tokens)")
+                        "(evaluate.server, evaluate.prompts, evaluate.sampling.max_new_tokens)")
     drafters = [_drafter(key, own, lengths) for key, own in grouped(kept, DRAFTER).items()]
     return {"format": 1, "drafters": drafters, "left_out": dict(left_out)}
 

@@ -37,7 +37,8 @@ def recommendation(drafter: dict[str, Any]) -> str:
     unseen = all(drafter["default_k"] not in own["measured_k"] for own in drafter["classes"])
     return (f"{name}: K = {drafter['default_k']}{', which nobody has measured yet' if unseen else ''}; "
             f"{drafter['speedup']:.2f}x plain decoding is expected over all classes"
-            + (f"; by batch size: {by_batch} and beyond" if by_batch else ""))
+            + (f"; by batch size: {by_batch}" if len(schedule) > 1 else "")
+            + (f"; batches beyond {schedule[-1][1]} were not measured" if schedule else ""))
 
 
 def _table(drafter: dict[str, Any]) -> Table:

@@ -93,8 +93,8 @@ def _told(facts: dict[str, Any]) -> str:
         return "Do not speculate: over the measured traffic no draft length was faster than plain decoding."
     batches = "; ".join(f"batches of {first} to {last}: K = {k}"
                         for first, last, k in facts.get(SCHEDULE, []))
-    return (f"Over the measured traffic K = {facts['default_k']} is the best draft length for all batches"
-            f"{f' ({batches})' if batches else ''}, and {facts['tuned_speedup']:.2f}x plain decoding is "
+    return (f"Of single draft lengths K = {facts['default_k']} is the best over the measured traffic"
+            f"{f' ({batches})' if batches else ''}; {facts['tuned_speedup']:.2f}x plain decoding is "
             "expected.")
 
 

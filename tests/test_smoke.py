@@ -22,7 +22,7 @@ from trainer.errors import UserError
 
 # many small parts, so that a stage is stopped in its middle and not after it
 SLOW = [*ALONE, "prompts.heldout=8", "responses.sampling.max_new_tokens=24", "target_engine.batch=8",
-        "evaluate.prompts=4", *COMMITS, "train.tokens=640", "train.steps=60",
+        "evaluate.prompts=8", *COMMITS, "train.tokens=640", "train.steps=60",
         "train.runtime.checkpoint_every=4"]
 
 

@@ -26,7 +26,7 @@ from trainer.evaluate.while_training import Acceptance, AcceptanceRuntime
 from trainer.hidden_states.base import Manifest
 from trainer.hidden_states.offline import Offline, OfflineRuntime
 from trainer.hidden_states.writer import ShardWriter
-from trainer.records import HiddenStates, Sample, Tap
+from trainer.records import Completion, HiddenStates, Sample, Sampling, Tap
 from trainer.target import Folder, Target
 from trainer.training.build import build_drafter, require_buildable
 
@@ -34,6 +34,22 @@ from trainer.training.build import build_drafter, require_buildable
 def engine(dtype: str = "float32", batch: int = 4, prefill_tokens: int = 0, max_length: int = 512,
            kind: type[TransformersEngine] = TransformersEngine) -> TransformersEngine:
     return kind(dtype, batch, prefill_tokens, max_length, False, TransformersRuntime("cpu"))
+
+
+def interrupted(at: int) -> type[TransformersEngine]:
+    """An engine that stops like a key press when group number `at` is asked for."""
+
+    class Interrupted(TransformersEngine):
+        asked = 0
+
+        def generate(self, prompts: Sequence[Sequence[int]], keys: Sequence[str],
+                     sampling: Sampling) -> list[Completion]:
+            self.asked += 1
+            if self.asked == at:
+                raise KeyboardInterrupt
+            return super().generate(prompts, keys, sampling)
+
+    return Interrupted
 
 
 def copied(target: Target, folder: Path, weights: Callable[[dict[str, Tensor]], Any] | None = None,

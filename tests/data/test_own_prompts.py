@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiny import copied, engine
+from tiny import copied, engine, interrupted
 
 from trainer.data.chat import Chat, messages_of
 from trainer.data.own_prompts import OWN_PROMPTS, OwnPrompts
@@ -17,23 +17,10 @@ from trainer.data.response_rows import read_samples
 from trainer.data.responses import More, Regenerate
 from trainer.engines.transformers import TransformersEngine
 from trainer.errors import UserError
-from trainer.records import Completion, Prompt, Sampling
+from trainer.records import Prompt, Sampling
 from trainer.target import Target
 
 OWN = OwnPrompts(20, 6, 1.0, 1.0)
-
-
-class Interrupted(TransformersEngine):
-    """Stops like a key press when the fourth group is asked for."""
-
-    asked = 0
-
-    def generate(self, prompts: Sequence[Sequence[int]], keys: Sequence[str],
-                 sampling: Sampling) -> list[Completion]:
-        self.asked += 1
-        if self.asked == 4:
-            raise KeyboardInterrupt
-        return super().generate(prompts, keys, sampling)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +76,7 @@ def test_each_is_drawn_with_a_seed_of_its_own_whatever_the_groups(talkative: Tar
 def test_a_stopped_run_ends_with_the_same_bytes(talkative: Target, tmp_path: Path) -> None:
     whole = draw(talkative, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
-        draw(talkative, tmp_path / "parts", kind=Interrupted)
+        draw(talkative, tmp_path / "parts", kind=interrupted(4))
     assert len(rows(tmp_path / "parts")) == 9
     assert draw(talkative, tmp_path / "parts") == whole
     assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
@@ -128,7 +115,7 @@ def test_they_are_answered_for_training_and_counted(talkative: Target, tmp_path:
 
 
 def test_what_cannot_be_is_said_before_anything_is_drawn(tiny_target: Target, tmp_path: Path) -> None:
-    asked, inputs = stage(tiny_target, tmp_path, OWN, max_length=25)
+    asked, _ = stage(tiny_target, tmp_path, OWN, max_length=25)
     with pytest.raises(UserError, match=r"own.max_new_tokens=6 gives prompts of up to \d+ tokens, .*=25; "):
         asked.preflight()
     with pytest.raises(UserError, match=r"prompt own-000003 has the id that responses\.own\.prompts gives"):
@@ -137,7 +124,7 @@ def test_what_cannot_be_is_said_before_anything_is_drawn(tiny_target: Target, tm
         draw(tiny_target, tmp_path / "never", own=OwnPrompts(2, 1, 1.0, 1.0))
     (tmp_path / "none").mkdir()
     assert draw(tiny_target, tmp_path / "none", own=replace(OWN, prompts=0)) == []
-    assert not (tmp_path / "none" / OWN_PROMPTS).exists() and inputs
+    assert not (tmp_path / "none" / OWN_PROMPTS).exists()
 
 
 def test_a_template_that_hides_the_users_words_is_named(tiny_target: Target) -> None:

@@ -3,39 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import copied, engine
+from tiny import copied, engine, interrupted
 
 from trainer.data.chat import Chat
 from trainer.data.own_prompts import OwnPrompts
 from trainer.data.prompts import Jsonl, Prompts, read_prompts
 from trainer.data.responses import AsGiven, GroupFile, More, Regenerate, Stored, read_samples
-from trainer.engines.transformers import TransformersEngine
 from trainer.errors import UserError
-from trainer.records import Completion, Sampling
+from trainer.records import Sampling
 from trainer.target import Target
 
 NO_OWN = OwnPrompts(0, 64, 1.0, 0.9)
 TALKS = [{"id": f"p{number}", "turns": ["x" * number + "?", "and?"][:1 + (number == 2)], "category": "chat"}
          for number in range(9)]
-
-
-class Interrupted(TransformersEngine):
-    """Stops like a key press when the third group is asked for."""
-
-    asked = 0
-
-    def generate(self, prompts: Sequence[Sequence[int]], keys: Sequence[str],
-                 sampling: Sampling) -> list[Completion]:
-        self.asked += 1
-        if self.asked == 3:
-            raise KeyboardInterrupt
-        return super().generate(prompts, keys, sampling)
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +121,7 @@ def test_an_interrupted_run_ends_with_the_same_bytes(talkative: Target, tmp_path
     inputs = prompts(tmp_path, TALKS)
     record, _ = ask(talkative, inputs, tmp_path / "whole", temperature=temperature, more=more)
     with pytest.raises(KeyboardInterrupt):
-        ask(talkative, inputs, tmp_path / "parts", temperature=temperature, more=more, kind=Interrupted)
+        ask(talkative, inputs, tmp_path / "parts", temperature=temperature, more=more, kind=interrupted(3))
     path = tmp_path / "parts" / "responses.jsonl"
     assert 0 < len(path.read_bytes()) < len((tmp_path / "whole" / "responses.jsonl").read_bytes())
     with path.open("ab") as file:

@@ -11,19 +11,15 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from rich import print as rich_print
-from rich.text import Text
-
-from trainer.data.chat import Chat, coloured, messages_of
+from trainer.data.chat import Chat, messages_of
 from trainer.data.own_prompts import OwnPrompts
 from trainer.data.prompts import read_prompts
-from trainer.data.response_rows import RESPONSES, GroupFile, Row, mask_of, read_rows, read_samples
+from trainer.data.response_rows import RESPONSES, GroupFile, Row, describe, read_rows, read_samples
 from trainer.engines.base import TargetEngine
 from trainer.errors import UserError
 from trainer.pipeline import Stage
@@ -278,34 +274,3 @@ class Stored(Stage):
 
     def _file(self) -> Path:
         return Path(self.path).expanduser() / RESPONSES
-
-
-def describe(rows: list[Row], target: Target, dropped: list[str]) -> dict[str, Any]:
-    """The numbers of the stage's record; prints the supervised share and one row; refuses rows of which
-    nothing can be learnt."""
-    cut = [row["id"] for row in rows if row["finish_reason"] == "length"]
-    masks = {row["id"]: mask_of(row) for row in rows}
-    empty = [row["id"] for row in rows if sum(masks[row["id"]]) - (row["finish_reason"] != "length") <= 0]
-    tokens, supervised = sum(map(len, masks.values())), sum(map(sum, masks.values()))
-    if not any(row["split"] == "train" for row in rows):
-        raise UserError(f"no training prompt is left: {len(dropped)} prompts are too long, and the rest is "
-                        "held out; raise target.max_length, or give shorter prompts")
-    if not supervised or len(empty) == len(rows):
-        raise UserError(f"of the {tokens} tokens in {len(rows)} rows {supervised} are supervised, and none "
-                        "of them is more than the end of an answer: the template of "
-                        f"{target.tokenizer.name_or_path} hides the answers, or the target gives none")
-    nothing, tokenizer = set(empty), target.tokenizer
-    shown = next(row for row in rows if row["id"] not in nothing)
-    rich_print(Text.assemble((f"{shown['id']}, supervised tokens in ", "dim"), ("green", "bold green"), ":\n",
-                             coloured(tokenizer, shown["prompt"] + shown["tokens"], masks[shown["id"]])))
-    remarks = {"reached the limit of tokens": cut, "are empty": empty, "were too long and left out": dropped}
-    print(f"supervised: {supervised} of {tokens} tokens ({supervised / tokens:.1%}) in {len(rows)} rows"
-          + "".join(f"; {len(found)} {what}" for what, found in remarks.items() if found))
-    return {"rows": len(rows), "tokens": tokens, "supervised": supervised,
-            "supervised_share": round(supervised / tokens, 4), "cut": len(cut), "cut_ids": cut[:20],
-            "empty": len(empty), "empty_ids": empty[:20],
-            "dropped": len(dropped), "dropped_ids": dropped[:20],
-            "splits": dict(Counter(row["split"] for row in rows)),
-            "categories": dict(Counter(row["category"] for row in rows)),
-            "mean_answer_tokens": round(supervised / len(rows), 1),
-            "vocabulary": target.config["vocab_size"]}

@@ -22,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from trainer._folders import require_folder, write_json  # noqa: E402
 from trainer.evaluate.traffic import Lengths, drafter_of, read_rows, tune  # noqa: E402
 from trainer.evaluate.tuning_table import print_tuning  # noqa: E402
-from trainer.export.tuned import exported_facts, speculation, write_tuned  # noqa: E402
+from trainer.export.serve_line import draft_lengths  # noqa: E402
+from trainer.export.tuned import exported_facts, write_tuned  # noqa: E402
 from trainer.progress import exit_status  # noqa: E402
 
 
@@ -60,7 +61,7 @@ def main() -> int:
     if own:
         write_tuned(options.export, drafter_of(tuning, own["method"]))
         now = exported_facts(options.export)
-        print(f"{options.export}: serve it with {json.dumps(speculation(now))[1:-1]}" if now["speculate"]
+        print(f"{options.export}: serve it with {json.dumps(draft_lengths(now))[1:-1]}" if now["speculate"]
               else f"{options.export}: marked as not worth speculating with", flush=True)
     return 0
 

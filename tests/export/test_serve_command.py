@@ -249,6 +249,21 @@ def test_our_drafter_takes_the_published_one_s_place(form: str, model: str, draf
         made.run({"export": exported}, tmp_path / "out")
 
 
+@pytest.mark.parametrize(("k", "expected"), [
+    (None, {"num_speculative_tokens": 5, "num_speculative_tokens_per_batch_size": [[1, 8, 5], [9, 16, 2]]}),
+    (3, {"num_speculative_tokens": 3})])
+def test_a_tuned_drafter_drafts_by_its_schedule_unless_told_otherwise(k: int | None, expected: dict[str, Any],
+                                                                      tmp_path: Path) -> None:
+    exported = tmp_path / "export"
+    exported.mkdir()
+    (exported / "export.json").write_text(json.dumps({
+        "method": "dflash", "formats": ["native"], "default_k": 2, "target": "Qwen/Qwen3.5-27B",
+        "num_speculative_tokens_per_batch_size": [[1, 8, 5], [9, 16, 2]]}))
+    made = stage("qwen3_5_27b", speculator="trained", k=k)
+    found = parts(line(made, tmp_path / "out", export=exported))["flags"]["--speculative-config"]
+    assert found == {"method": "dflash", "model": f"{exported}/native", **expected}
+
+
 def test_a_target_that_is_a_folder_is_served_from_there(tiny_target: Any, tmp_path: Path) -> None:
     made = stage("plain", method="none", target=tiny_target)
     assert line(made, tmp_path) == f"vllm serve {tiny_target.folder}"

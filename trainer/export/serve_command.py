@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 
 from trainer.errors import UserError
 from trainer.export.formats import FORMATS
-from trainer.export.serve_line import serve_line, speculation
+from trainer.export.serve_line import SCHEDULE, draft_lengths, serve_line, speculation
 from trainer.pipeline import Stage
 from trainer.ranges import Count, Text
 from trainer.target import Target
@@ -124,6 +124,8 @@ class ServeCommand(Stage):
             elif self.speculator != "published":
                 draft = {**draft, "method": method, "model": self.speculator}
             draft["num_speculative_tokens"] = self._k(draft)
+            if self.k is not None:
+                draft.pop(SCHEDULE, None)  # of a tuned drafter: other lengths than the one that was asked for
             draft = {name: value for name, value in draft.items() if value is not None}
         flags, variables = (self.serving.part(part, self.platform, method) for part in ("flags", "variables"))
         further = [shlex.quote(str(argument)) for argument in self.arguments]
@@ -153,5 +155,6 @@ class ServeCommand(Stage):
             raise UserError(f"{folder} has the changes to the target alone, which no server loads; put "
                             "stitched among export.formats, or apply them with tools/apply_mtp.py")
         model, drafter = FORMATS[form].served(folder / form, facts["target"])
-        return str(model), speculation(facts["method"], drafter, facts["default_k"])
+        draft = speculation(facts["method"], drafter, facts["default_k"])
+        return str(model), {**draft, **draft_lengths(facts)}
 

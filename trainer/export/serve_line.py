@@ -9,12 +9,24 @@ from pathlib import Path
 from typing import Any
 
 Place = Path | str  # a folder, or a name on the Hub
+SCHEDULE = "num_speculative_tokens_per_batch_size"
 
 
 def speculation(method: str, drafter: Place | None, k: int) -> dict[str, Any]:
     """What `--speculative-config` takes; `drafter` None: the target has it inside."""
     return {"method": method, **({} if drafter is None else {"model": str(drafter)}),
             "num_speculative_tokens": k}
+
+
+def draft_lengths(facts: dict[str, Any]) -> dict[str, Any]:
+    """The keys of `--speculative-config` for these facts: a server drafts up to the first of them, so that is
+    the longest of a schedule. One that is the same for every batch says no more than the length alone, and
+    costs full graphs in vLLM's older runner, so it is left out."""
+    schedule = facts.get(SCHEDULE) or []
+    lengths = {k for _, _, k in schedule}
+    if len(lengths) < 2:
+        return {"num_speculative_tokens": facts["default_k"]}
+    return {"num_speculative_tokens": max(lengths), SCHEDULE: schedule}
 
 
 def serve_line(model: Place, draft: Mapping[str, Any] | None = None, flags: Mapping[str, Any] = {},

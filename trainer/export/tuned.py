@@ -15,28 +15,17 @@ from typing import Any
 
 from trainer import _folders
 from trainer.errors import UserError, first_line
+from trainer.export.serve_line import SCHEDULE, draft_lengths
 
-SCHEDULE = "num_speculative_tokens_per_batch_size"
 LENGTH = re.compile(r'"num_speculative_tokens": \d+(, "' + SCHEDULE + r'": \[\[[\d, \[\]]*\]\])?')
 DEFAULT = re.compile(r"(?<=\| default draft \(K\) \| )\d+")
 FILES = ("speculator.json", "config.json", "README.md")
 HEADING = "\n## Tuned\n"
 
 
-def speculation(facts: dict[str, Any]) -> dict[str, Any]:
-    """The keys of `--speculative-config` for these facts: a server drafts up to the first of them, so that is
-    the longest of a schedule. One that is the same for every batch says no more than the length alone, and
-    costs full graphs in vLLM's older runner, so it is left out."""
-    schedule = facts.get(SCHEDULE) or []
-    lengths = {k for _, _, k in schedule}
-    if len(lengths) < 2:
-        return {"num_speculative_tokens": facts["default_k"]}
-    return {"num_speculative_tokens": max(lengths), SCHEDULE: schedule}
-
-
 def with_speculation(text: str, facts: dict[str, Any]) -> str:
     """A command, or a text with some, that drafts as the facts say."""
-    return LENGTH.sub(json.dumps(speculation(facts))[1:-1].replace("\\", r"\\"), text)
+    return LENGTH.sub(json.dumps(draft_lengths(facts))[1:-1].replace("\\", r"\\"), text)
 
 
 def exported_facts(folder: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 import threading
 import time
@@ -22,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 HIDDEN, LAYERS, VOCABULARY = 4, 3, 50
+DEADLY = 49  # a program that answers a prompt with it ends
 CONFIG = {"num_hidden_layers": LAYERS, "hidden_size": HIDDEN, "vocab_size": VOCABULARY,
           "max_position_embeddings": 4096}
 Body = dict[str, Any]
@@ -164,5 +166,5 @@ if __name__ == "__main__":
     settings = json.loads(told["--kv-transfer-config"])["kv_connector_extra_config"]
     Path(settings["folder"]).mkdir(exist_ok=True)
     with Peer(Path(settings["folder"]), settings["layers"], port=int(told["--port"])) as peer:
-        peer.act = lambda number, body: time.sleep(0.05)
+        peer.act = lambda number, body: os._exit(1) if DEADLY in body["prompt"] else time.sleep(0.05)
         peer.thread.join()

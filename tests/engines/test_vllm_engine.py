@@ -21,7 +21,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
-from peer import CONFIG, VOCABULARY, Peer, states_of, until
+from peer import CONFIG, DEADLY, VOCABULARY, Peer, states_of, until
 from vllm_support import kill_worker, small_server
 
 from trainer._paths import find
@@ -568,6 +568,13 @@ class TestStarted:
                 list(found)
         assert logs(target)[:2] == ["states-1.log", "states-2.log"]
         assert len(logs(target)) <= 3, "a late request may begin a start, which is broken off"
+
+    def test_what_a_server_dies_of_is_not_asked_for_ever(self, target: Path) -> None:
+        with starting(target, PEER) as asked, \
+                pytest.raises(UserError, match="3 servers, one after the other, ended before they answered: "
+                                               "the vLLM server ended with exit code 1"):
+            list(asked.hidden_states([*ROWS[:2], [DEADLY]], TAPS))
+        assert logs(target) == [f"states-{number}.log" for number in (1, 2, 3)]
 
 
 PEER = f'exec {sys.executable} {Path(__file__).with_name("peer.py")} "$@"'

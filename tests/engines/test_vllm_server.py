@@ -46,7 +46,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def running(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """With all the processes that vLLM starts by itself."""
     log = tmp_path_factory.mktemp("server") / "vllm.log"
-    with small_server(python=vllm_python(), environment={}).serve(target, log) as server:
+    few = small_server(python=vllm_python(), environment={},
+                       arguments=["--no-enable-prefix-caching", "--max-num-batched-tokens", "256"])
+    with few.serve(target, log) as server:
         yield server
 
 
@@ -104,6 +106,14 @@ class TestServing:
         backwards = running.complete(PROMPTS[::-1], sampling, 2, keys=keys[::-1])[::-1]
         assert [one.tokens for one in forwards] == [one.tokens for one in backwards]
         assert forwards[0].tokens != running.complete(PROMPTS[:1], sampling, 1, keys=["e"])[0].tokens
+
+    def test_seeds_and_more_prompts_than_a_step_takes(self, running: RunningServer) -> None:
+        """A CPU build ends when it reads such a prompt in pieces."""
+        prompts = [[number + 1] * 150 for number in range(6)]
+        sampling = Sampling(max_new_tokens=2, temperature=1.0, top_p=1.0, seed=0)
+        together = running.complete(prompts, sampling, 6)
+        assert [one.tokens for one in together] \
+            == [one.tokens for one in running.complete(prompts, sampling, 1)]
 
     def test_an_end_token_ends_and_is_kept(self, running: RunningServer) -> None:
         answer = running.complete(PROMPTS[:1], GREEDY, 1)[0].tokens

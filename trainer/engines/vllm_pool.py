@@ -2,7 +2,7 @@
 
 One event loop in a thread of its own carries all requests, whichever thread asked. Each request is tried for
 `patience_s` from its first failure: until then a broken connection and a failure inside the server are waited
-for with growing pauses, and a started server that died is started again.
+for with growing pauses, and a started server that died is started again, though not for ever at one request.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from trainer.errors import UserError
 Answer = TypeVar("Answer")
 Job = Callable[[RunningServer, httpx.AsyncClient], Awaitable[Answer]]
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 15.0
+MOST_DEATHS = 3  # of started servers that had the same request: it, or what came with it, is the cause
 
 
 class Member:
@@ -121,7 +122,7 @@ class Pool:
                 await member.http.aclose()
 
     async def _patiently(self, job: Job[Answer]) -> Answer:
-        pause, began = FIRST_PAUSE, None
+        pause, began, died = FIRST_PAUSE, None, set()
         while True:
             member = await self.free.get()
             try:
@@ -132,11 +133,16 @@ class Pool:
                 return answer
             except ServerLost as error:
                 lost = error
+                if member.server.death() is not None:
+                    died.add(member.server)
             finally:
                 self.free.put_nowait(member)
             now = time.monotonic()
             began, member.lost = began or now, member.lost or now
             left = self.patience_s - (now - began)
+            if len(died) == MOST_DEATHS:
+                raise UserError(f"{MOST_DEATHS} servers, one after the other, ended before they answered: "
+                                f"{lost}") from lost
             if left <= 0:
                 raise UserError("a server was lost and did not come back within "
                                 f"target_engine.runtime.patience_s={self.patience_s:g} s: {lost}") from lost

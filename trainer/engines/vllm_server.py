@@ -213,6 +213,9 @@ class RunningServer:
         self.url = f"http://127.0.0.1:{port}"
         self.command = self.settings.command(found.python, self.model, port, self.speculator, self.method,
                                              self.k)
+        if found.cpu and not any("chunked-prefill" in word for word in self.command):
+            # it ends where a prompt sampled with a seed is read in pieces: generators have no offset there
+            self.command.append("--no-enable-chunked-prefill")
         self.log.parent.mkdir(parents=True, exist_ok=True)
         local = all(folder.is_dir() for folder in (self.model, self.speculator or self.model))
         variables = self.settings.variables(found, local, self.shim, self.needs_v2)

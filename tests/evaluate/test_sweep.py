@@ -19,7 +19,7 @@ from vllm_support import small_server
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 
-from peer import Peer
+from peer import Peer, until
 
 from trainer.data.chat import Chat
 from trainer.data.prompts import Builtin, Jsonl, Prompts
@@ -97,9 +97,9 @@ def run(sweep: Sweep, inputs: dict[str, Path]) -> list[dict[str, Any]]:
 def test_a_row_for_every_length_and_class(tiny_target: Target, peers: list[Counting],
                                           inputs: dict[str, Path]) -> None:
     """Which the tuner takes as they are."""
-    rows = run(stage(tiny_target, peers), inputs)
+    rows = run(stage(tiny_target, peers, categories=["document", "chat"]), inputs)
     assert [(row["num_speculative_tokens"], row["users"], row["dataset"]) for row in rows] == [
-        (k, users, kind) for k in (1, 2) for users in (1, 2) for kind in ("chat", "math")]
+        (k, users, "chat") for k in (1, 2) for users in (1, 2)]
     for row in rows:
         k = row["num_speculative_tokens"]
         assert set(ROW_FIELDS) < set(row) and row["method"] == "dflash" and row["model"] == "tiny"
@@ -119,14 +119,16 @@ def test_a_row_for_every_length_and_class(tiny_target: Target, peers: list[Count
     assert [peer.peak for peer in peers] == [2, 2, 2]
     tuning = tune(rows)
     assert tuning["left_out"] == {} and [own["measured_k"] for own in tuning["drafters"][0]["classes"]] == [
-        [1, 2]] * 4
+        [1, 2]] * 2
 
 
 def test_no_user_is_idle(tiny_target: Target, peers: list[Counting], inputs: dict[str, Path]) -> None:
+    for peer in peers:
+        peer.act = lambda number, body, peer=peer: until(lambda: peer.peak == 5)
     [row] = run(stage(tiny_target, peers[:2], k=[1], users=[5], categories=["art"], repeats=1, warmup=0),
                 inputs)
     assert (row["prompts"], row["requests"], peers[1].peak) == (3, 5, 5)
-    asked_of = Counter(bytes(each["prompt"]) for each in peers[1].seen)
+    asked_of = Counter(tuple(each["prompt"]) for each in peers[1].seen)
     assert sorted(asked_of.values()) == [1, 2, 2], "as many as there are users, some of them again"
 
 

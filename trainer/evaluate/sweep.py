@@ -124,9 +124,10 @@ class Sweep(Stage):
         (out / "rows.json").write_text(json.dumps(rows, indent=1) + "\n")
         (out / "sweep.md").write_text(markdown(rows), encoding="utf-8")
         best = max(rows, key=lambda each: each["speedup"] or 0)
+        greedy = [each["lossless"] for each in rows if each["lossless"] is not None]
         return {"rows": len(rows), "classes": len(classes), "speedup": best["speedup"],
-                "k": best["num_speculative_tokens"],
-                "lossless": all(each["lossless"] is not False for each in rows),
+                "k": best["num_speculative_tokens"] if best["speedup"] else None,
+                "lossless": all(greedy) if greedy else None,
                 "prompts": sum(map(len, found.values())), "left_out": len(long), "left_out_ids": long[:20],
                 "trained_on": len(trained), "trained_on_ids": trained[:20]}
 
@@ -144,7 +145,10 @@ class Sweep(Stage):
 
     def _asked(self, inputs: dict[str, Path]) -> tuple[Asked, list[str], list[str]]:
         """What is asked of each kind; the ids that are left out as too long, and as trained on."""
-        chat, found, long, trained = Chat.of(self.target), {}, [], []
+        found: Asked = {}
+        long: list[str] = []
+        trained: list[str] = []
+        chat = Chat.of(self.target)
         for name, prompts in self._kinds(inputs["prompts"]).items():
             questions = asked(chat, prompts)
             known = trained_on(questions, inputs)

@@ -2,11 +2,11 @@
 
     python tools/tune.py ROWS.json [--export FOLDER] [--out FOLDER]
 
-ROWS.json has rows of measurements, as evaluate leaves them (or a report.json that has them). Prints what a
-round costs, the speed-up that is expected of every K, the K of each class, the schedule of K by batch size,
-and what to doubt; writes all of it to tuning.json. With --export, the default K and the schedule go into an
-exported folder as well: the folder of a finished stage export, or a copy of one of its formats. Exit status:
-0, or 2 with one sentence.
+ROWS.json has rows of measurements, as evaluate and sweep leave them (or a report.json that has them). Prints
+what a round costs, the speed-up that is expected of every K, the K of each class, the schedule of K by batch
+size, and what to doubt; writes all of it to tuning.json. With --export, the default K and the schedule go
+into an exported folder as well: the folder of a finished stage export, or a copy of one of its formats. Exit
+status: 0, or 2 with one sentence.
 """
 
 from __future__ import annotations

@@ -44,6 +44,7 @@ examples
   python -m trainer                            the default recipe, all stages
   python -m trainer recipe=NAME run_root=DIR   another recipe, results in another folder
   python -m trainer 'run=[STAGE,STAGE]'        some stages only; what they read must be there
+  python -m trainer 'run=[sweep]'              speed by draft length and traffic; run=[tune] chooses
   python -m trainer recipe=NAME --cfg job      every setting of a recipe
 
 exit codes

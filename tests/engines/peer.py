@@ -57,6 +57,7 @@ class Peer:
         self.act: Callable[[int, Body], Any] = lambda number, body: None
         self.change: Callable[[Body], Any] = lambda answer: None
         self.spoil: Callable[[Path], Any] = lambda path: None
+        self.metrics: Callable[[], str] = lambda: ""
         self.seen: list[Body] = []
         self.names = itertools.count()
         self.now = self.peak = 0
@@ -119,7 +120,7 @@ def _handler(peer: Peer) -> type[BaseHTTPRequestHandler]:
 
         def do_GET(self) -> None:
             said = {"/health": (peer.health, {}), "/version": (200, {"version": "0.32.0"}),
-                    "/v1/models": (200, peer.models), "/metrics": (200, {})}
+                    "/v1/models": (200, peer.models), "/metrics": (200, peer.metrics())}
             self.say(*said[self.path])
 
         def do_POST(self) -> None:

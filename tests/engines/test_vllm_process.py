@@ -32,6 +32,24 @@ def test_the_last_errors_name_the_cause(tmp_path: Path) -> None:
     assert vllm_process.last_errors(log) == ["two", "three"]
 
 
+@pytest.mark.parametrize(("log", "found"), [
+    ("INFO [cuda.py:507] Using FLASH_ATTN attention backend out of potential backends: ['FLASH_ATTN'].",
+     "FLASH_ATTN"),
+    ("INFO [cuda.py:446] Using AttentionBackendEnum.TRITON_ATTN backend.", "TRITON_ATTN"),
+    ("INFO [rocm.py:750] Using TRITON_ATTN backend (selected via --attention-backend).", "TRITON_ATTN"),
+    ("Found incompatible backend(s) [ROCM_ATTN] with decoder. Overriding with ROCM_AITER_UNIFIED_ATTN out of "
+     "potential backends: ['TRITON_ATTN'].", "ROCM_AITER_UNIFIED_ATTN"),
+    ("Using TRITON_MLA backend.\nUsing FLASH_ATTN backend.\nUsing TRITON_MLA backend.",
+     "TRITON_MLA, FLASH_ATTN"),
+    ("Initializing a V1 LLM engine with config: device_config=cpu, enforce_eager=True", "CPU_ATTN"),
+    ("device_config=cpu\nINFO [cpu.py:175] Using CPU_MLA backend.", "CPU_MLA"),
+    ("device_config=cuda\nCannot use FLASHINFER backend on CPU.\nUsing TRITON Mxfp4 MoE backend.\n"
+     "Using AITER backend for FP8\nUsing backend TORCH_SDPA for vit attention", None)])
+def test_the_attention_backend_by_the_log(tmp_path: Path, log: str, found: str | None) -> None:
+    (tmp_path / "log").write_text(log)
+    assert vllm_process.attention_backend(tmp_path / "log") == found
+
+
 class TestProcessGroup:
     """With a shell in place of vLLM: the group is what matters."""
 

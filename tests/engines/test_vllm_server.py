@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -128,17 +129,30 @@ class TestServing:
     def test_no_counters_without_a_drafter(self, running: RunningServer) -> None:
         assert running.counters() == SpecCounters(0, 0, 0, ())
 
+    def test_one_that_answers_others_is_not_idle(self, running: RunningServer,
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("trainer.engines.vllm_client.IDLE_SECONDS", 0.0)
+        with ThreadPoolExecutor(1) as other:
+            long = Sampling(max_new_tokens=240, temperature=0.0, top_p=1.0, seed=0)
+            asked = other.submit(running.complete, PROMPTS[:1], long, 1)
+            with pytest.raises(UserError, match="has 1 requests of others to answer, and what is measured"):
+                while not asked.done():
+                    running.require_idle()
+        monkeypatch.undo()
+        running.require_idle()
+
     def test_joined_by_its_address(self, running: RunningServer, target: Path, tmp_path: Path) -> None:
         other = small_server(url=running.url + "/v1/", python="/nowhere")
         with other.serve(target, tmp_path / "unused.log") as joined:
             assert (joined.version, joined.served_name, joined.command) == (running.version, "target", [])
+            assert (joined.attention_backend, running.attention_backend) == ("unknown", "CPU_ATTN")
             assert (
                 joined.complete(PROMPTS, GREEDY, 2)[3].tokens
                 == running.complete(PROMPTS, GREEDY, 2)[3].tokens
             )
         assert httpx.get(f"{running.url}/health").status_code == 200, "a joined server is left running"
         with (
-            pytest.raises(UserError, match="has no drafter where 5 were expected"),
+            pytest.raises(UserError, match="counts no drafts in its /metrics where 5 were expected"),
             other.serve(target, tmp_path / "unused.log", method="dflash", k=5),
         ):
             pass

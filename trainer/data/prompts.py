@@ -45,6 +45,8 @@ class Jsonl(PromptSource):
 
     path: str
 
+    setting: ClassVar[str] = "prompts.source.path"  # that names the file, for messages
+
     def file(self) -> Path:
         return Path(self.path).expanduser()
 
@@ -52,12 +54,12 @@ class Jsonl(PromptSource):
         try:
             lines = self.file().read_text(encoding="utf-8-sig").split("\n")
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"prompts.source.path {self.path} cannot be read ({error}); give a UTF-8 JSONL "
-                            f"file") from error
+            raise UserError(f"{self.setting} {self.path} cannot be read ({error}); give a UTF-8 JSONL "
+                            "file") from error
         rows = parse_all(((number, line) for number, line in enumerate(lines, 1) if line.strip()),
                          f"{self.path}, line", parse_line)
         if not rows:
-            raise UserError(f"prompts.source.path {self.path} holds no prompt; give one JSON object a line "
+            raise UserError(f"{self.setting} {self.path} holds no prompt; give one JSON object a line "
                             f'with "turns" or "messages"')
         return rows
 
@@ -65,8 +67,8 @@ class Jsonl(PromptSource):
         try:
             return hashlib.sha256(self.file().read_bytes()).hexdigest()[:16]
         except OSError as error:
-            raise UserError(f"prompts.source.path {self.path} cannot be read ({error.strerror}); give a "
-                            "JSONL file") from error
+            raise UserError(f"{self.setting} {self.path} cannot be read ({error.strerror}); give a JSONL "
+                            "file") from error
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,8 @@ DYING_SECONDS = 5.0
 HEALTH_SECONDS = 5.0
 CONNECT_SECONDS = 10.0
 FACT_SECONDS = 30.0  # for what a server knows without computing
+IDLE_SECONDS = 3.0  # the count of requests may lag behind the last answer
+RUNNING = re.compile(r"^vllm:num_requests_(?:running|waiting)\{.*\} (\S+)$", re.MULTILINE)
 COUNTER = re.compile(r"^vllm:spec_decode_num_(drafts|draft_tokens|accepted_tokens|accepted_tokens_per_pos)"
                      r"_total\{(.*)\} (\S+)$", re.MULTILINE)
 
@@ -112,6 +114,38 @@ class VllmClient:
             time.sleep(0.05)
             before, now = now, self._scrape()
         return now
+
+    def require_idle(self) -> None:
+        """Raises UserError while the server answers, or is asked by, anybody."""
+        deadline = time.monotonic() + IDLE_SECONDS
+        while requests := self._requests():
+            if time.monotonic() >= deadline:
+                raise UserError(f"the server at {self.url} has {requests} requests of others to answer, and "
+                                "what is measured beside them says nothing: wait until it is idle, or give "
+                                "another one, then run the same command again.")
+            time.sleep(0.1)
+
+    def require_drafts(self, k: int | None) -> None:
+        """Raises UserError unless the server drafts `k` tokens a step; None: nothing."""
+        positions = len(self.counters().per_position)
+        if positions == (k or 0):
+            return
+        found = f"drafts {positions} tokens a step" if positions else "counts no drafts in its /metrics"
+        if k is None:
+            raise UserError(f"the server at {self.url} {found} where plain decoding was expected, the "
+                            "baseline: start it without --speculative-config.")
+        raise UserError(f"the server at {self.url} {found} where {k} were expected: start it with "
+                        f"--speculative-config and num_speculative_tokens={k}, and without "
+                        "--disable-log-stats.")
+
+    def _requests(self) -> int:
+        """How many it answers or keeps waiting."""
+        found = RUNNING.findall(self._get("/metrics").text)
+        if not found:
+            raise UserError(f"the server at {self.url} does not count its requests in /metrics "
+                            "(vllm:num_requests_running), so nothing can be measured: use vLLM 0.32 or "
+                            "later, without --disable-log-stats.")
+        return sum(int(float(count)) for count in found)
 
     def _scrape(self) -> SpecCounters:
         totals = {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0}

@@ -98,6 +98,20 @@ def last_errors(log: Path, count: int = 2) -> list[str]:
     return [line[:400] for line in list(dict.fromkeys(reasons or causes or lines))[-count:]]
 
 
+CHOSEN = re.compile(r"\b(?:Using|Overriding with) (?:AttentionBackendEnum\.)?([A-Z][A-Z0-9_]*) "
+                    r"(?:(?:attention )?backend\b(?! for)|out of potential backends)")
+
+
+def attention_backend(log: Path) -> str | None:
+    """The attention backend that vLLM says it chose, by its own name; several, as layers may differ, in the
+    order of the log; None where it does not say."""
+    text = log.read_text(errors="replace")
+    found = dict.fromkeys(CHOSEN.findall(text))
+    if not found and "device_config=cpu" in text:
+        return "CPU_ATTN"  # the one that a CPU build has, but for MLA, which it names
+    return ", ".join(found) or None
+
+
 def members(group: int) -> list[int]:
     """Numbers of the processes of a group, without those that have ended and only wait to be reaped."""
     found = []

@@ -100,6 +100,13 @@ class VllmServer:
         return self.max_model_len if self.url is None else \
             self.client(_base(self.url), None).model(NAME).max_length
 
+    def require_idle(self, k: int | None) -> None:
+        """Raises UserError unless the server to join drafts `k` tokens (None: nothing) and answers nobody."""
+        self.preflight()
+        client = self.client(_base(str(self.url)), None)
+        client.require_drafts(k)
+        client.require_idle()
+
     def client(self, url: str, death: Callable[[], ServerLost | None] | None) -> VllmClient:
         """A client for `url`, with the key that vLLM itself reads from the environment."""
         key = self.environment.get("VLLM_API_KEY") or os.environ.get("VLLM_API_KEY")
@@ -163,7 +170,8 @@ class RunningServer:
             self._wait()
             self.version = self.client.version()
             self.served_name, self.max_model_len, self.root = self.client.model(NAME)
-            self._check_drafter()
+            if self.k is not None:
+                self.client.require_drafts(self.k)
         except BaseException:
             self.stop()
             raise
@@ -190,6 +198,16 @@ class RunningServer:
     def counters(self) -> SpecCounters:
         """Counters of speculation since the server's start; subtract two readings."""
         return self.client.counters()
+
+    def require_idle(self) -> None:
+        """Raises UserError while it answers others, or when it drafts what it should not."""
+        self.client.require_drafts(self.k)
+        self.client.require_idle()
+
+    @property
+    def attention_backend(self) -> str:
+        """By vLLM's name, as its log has it; "unknown" for a joined server and where the log does not say."""
+        return (self.command and vllm_process.attention_backend(self.log)) or "unknown"
 
     def stop(self) -> None:
         """Ends the server with everything that it started; nothing happens to a joined one."""
@@ -239,13 +257,6 @@ class RunningServer:
                                     f"engine.runtime.startup_timeout_s={patience:g} s: see {self.log}, or "
                                     "raise that setting.")
                 time.sleep(0.25)
-
-    def _check_drafter(self) -> None:
-        positions = len(self.counters().per_position)
-        if self.k is not None and positions != self.k:
-            found = f"drafts {positions} tokens a step" if positions else "has no drafter"
-            raise UserError(f"the server at {self.url} {found} where {self.k} were expected: start it with "
-                            f"--speculative-config and num_speculative_tokens={self.k}.")
 
 
 def _location(model: Path) -> str:

@@ -56,16 +56,21 @@ def in_process(base: dict[str, Any], dataset: str, k: int, tally: Tally,
 
 def served(base: dict[str, Any], k: int, plain: Measurement, drafted: Measurement,
            lossless: bool, interpreted: bool) -> dict[str, Any]:
-    """Of enough tokens a slow-down is told always, a speedup only of accepted drafts; the speeds stand, but
-    for that of a server with `interpreted` kernels, which is no speed of the drafter."""
-    speedup = round(drafted.tok_s / plain.tok_s, 3)
-    told = drafted.output_tokens >= FEW_TOKENS and not interpreted and (
-        drafted.mean_accepted_length >= NEAR_ONE or speedup < 1)
+    """What a server with a drafter measured, beside one without."""
     return {**base, "dataset": "heldout", "engine": "vllm", "num_speculative_tokens": k,
-            "baseline_tok_s": round(plain.tok_s, 2), "interpreted": interpreted,
-            "tok_s": None if interpreted else round(drafted.tok_s, 2),
-            "speedup": speedup if told else None, "lossless": lossless,
+            "lossless": lossless, **speeds(plain.tok_s, drafted.tok_s, drafted.output_tokens,
+                                           drafted.mean_accepted_length, interpreted),
             "drafts": drafted.counters.drafts, "output_tokens": drafted.output_tokens,
             "mean_accepted_length": round(drafted.mean_accepted_length, 4),
             "acceptance_rate": round(drafted.acceptance_rate, 4),
             "per_position_acceptance": [round(value, 4) for value in drafted.per_position]}
+
+
+def speeds(plain: float, drafted: float, output_tokens: int, accepted_length: float,
+           interpreted: bool) -> dict[str, Any]:
+    """Of enough tokens a slow-down is told always, a speedup only of accepted drafts; the speeds stand, but
+    for that of a server with `interpreted` kernels, which is no speed of the drafter."""
+    speedup = round(drafted / plain, 3)
+    told = output_tokens >= FEW_TOKENS and not interpreted and (accepted_length >= NEAR_ONE or speedup < 1)
+    return {"baseline_tok_s": round(plain, 2), "interpreted": interpreted,
+            "tok_s": None if interpreted else round(drafted, 2), "speedup": speedup if told else None}

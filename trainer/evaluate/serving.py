@@ -13,7 +13,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any, Protocol
 
 from trainer.errors import UserError
@@ -61,7 +62,8 @@ class Starting(Protocol):
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one pass over the prompts gave. Without a drafter: one token a step, rate 0 and no positions."""
+    """What the prompts gave, `turns` being the speeds of the turns that were taken. Without a drafter: one
+    token a step, rate 0 and no positions."""
 
     outputs: list[Completion]
     seconds: float
@@ -71,6 +73,7 @@ class Measurement:
     mean_accepted_length: float
     acceptance_rate: float
     per_position: tuple[float, ...]
+    turns: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,29 +106,45 @@ def measure(servers: Sequence[Server], prompts: Sequence[Sequence[int]], samplin
     The servers take turns, `rounds` of them, each with its share of the prompts and in alternating order, so
     that a machine that gets slower or faster meanwhile does so for all of them.
     """
-    turns = [prompts[len(prompts) * turn // rounds:len(prompts) * (turn + 1) // rounds]
+    turns = [(prompts[len(prompts) * turn // rounds:len(prompts) * (turn + 1) // rounds], sampling)
              for turn in range(rounds)]
+    return _taken(servers, [each for each in turns if each[0]], users, prompts[:warmup])
+
+
+def repeat(servers: Sequence[Server], prompts: Sequence[Sequence[int]], sampling: Sampling, users: int,
+           warmup: int, repeats: int) -> list[Measurement]:
+    """The same with all prompts in each of `repeats` turns: the speed is the median of the turns, all else is
+    of all together. What is sampled is drawn anew in every turn."""
+    turns = [(prompts, replace(sampling, seed=sampling.seed + turn)) for turn in range(repeats)]
+    found = _taken(servers, turns, users, prompts[:warmup])
+    return [replace(each, tok_s=median(each.turns)) for each in found]
+
+
+def _taken(servers: Sequence[Server], turns: Sequence[tuple[Sequence[Sequence[int]], Sampling]], users: int,
+           warmup: Sequence[Sequence[int]]) -> list[Measurement]:
     for server in servers if warmup else ():
-        server.complete(prompts[:warmup], sampling, users)
+        server.complete(warmup, turns[0][1], users)
     before = [server.counters() for server in servers]
-    outputs: list[list[Completion]] = [[] for _ in servers]
-    seconds = [0.0] * len(servers)
-    for number, part in enumerate(filter(len, turns)):
+    passes: list[list[tuple[list[Completion], float]]] = [[] for _ in servers]
+    for number, (part, sampling) in enumerate(turns):
         for place in (range(len(servers)) if number % 2 == 0 else reversed(range(len(servers)))):
             if len(servers) > 1:
                 time.sleep(IDLE_SECONDS)
             start = time.perf_counter()
-            outputs[place] += servers[place].complete(part, sampling, users)
-            seconds[place] += time.perf_counter() - start
+            answers = servers[place].complete(part, sampling, users)
+            passes[place].append((answers, time.perf_counter() - start))
     counters = [server.counters() - one for server, one in zip(servers, before, strict=True)]
-    return [_measurement(*each) for each in zip(servers, outputs, seconds, counters, strict=True)]
+    return [_measurement(*each) for each in zip(servers, passes, counters, strict=True)]
 
 
-def _measurement(server: Server, outputs: list[Completion], seconds: float,
+def _measurement(server: Server, passes: list[tuple[list[Completion], float]],
                  counters: Counters) -> Measurement:
-    tokens = sum(len(output.tokens) for output in outputs)
+    outputs = [output for answers, _ in passes for output in answers]
+    tokens, seconds = sum(len(output.tokens) for output in outputs), sum(each for _, each in passes)
     length, rate, per_position = acceptance(counters, server.k or 0)
-    return Measurement(outputs, seconds, tokens, tokens / seconds, counters, length, rate, per_position)
+    turns = tuple(sum(len(output.tokens) for output in answers) / each for answers, each in passes)
+    return Measurement(outputs, seconds, tokens, tokens / seconds, counters, length, rate, per_position,
+                       turns)
 
 
 def acceptance(counters: Counters, k: int) -> tuple[float, float, tuple[float, ...]]:

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from trainer.architectures.base import Drafter
-from trainer.data.chat import Chat, messages_of
-from trainer.data.prompts import read_prompts, spread
-from trainer.data.response_rows import read_samples
+from trainer.data.chat import Chat
+from trainer.data.prompts import read_prompts
 from trainer.engines.base import TargetEngine
 from trainer.errors import UserError
 from trainer.evaluate import rows
 from trainer.evaluate.decode import Selection, decode
+from trainer.evaluate.questions import Question, Room, asked, choose, exported, trained_on
 from trainer.evaluate.serving import Measurement, compare, enter, measure
 from trainer.export.formats import FORMATS, FormatName
 from trainer.gates import Gate, require
@@ -34,8 +34,6 @@ from trainer.records import Completion, Sampling
 from trainer.target import Target
 from trainer.target_head import load_target_head
 from trainer.training.build import MakeDrafter, draft_problem
-
-Question = tuple[str, str, list[int]]  # id, category, prompt ids
 
 
 @dataclass(frozen=True)
@@ -99,11 +97,11 @@ class Evaluate(Stage):
         if "prompts" in inputs:
             self._questions(inputs)
         if "export" in inputs:
-            _exported(inputs["export"])
+            exported(inputs["export"])
 
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
         folder = inputs["export"] / self.format
-        facts = _exported(inputs["export"])
+        facts = exported(inputs["export"])
         head = load_target_head(self.target.folder, self.target.config)
         drafter = self.drafter.func.restore(FORMATS[self.format].read(folder), self.format, head)
         questions, left_out, trained_on = self._questions(inputs)
@@ -133,28 +131,18 @@ class Evaluate(Stage):
     def _questions(self, inputs: dict[str, Path]) -> tuple[list[Question], list[str], list[str]]:
         """`prompts` of the held-out prompts, the ids of those that are left out as too long, and of those
         that are, as answers that were stored elsewhere have them among the samples of training."""
-        chat = Chat.of(self.target)
         heldout = [prompt for prompt, name in read_prompts(inputs["prompts"]) if name == "heldout"]
         if not heldout:
             raise UserError("there is no held-out prompt to evaluate on; raise prompts.heldout")
-        asked = [(prompt.id, prompt.category, chat.prompt(messages_of(prompt, []))) for prompt in heldout]
-        limit, key = self._limit()
-        long = {name: len(ids) for name, _, ids in asked if len(ids) + self.sampling.max_new_tokens > limit}
-        dropped = [] if self.too_long == "error" else list(long)
-        trained = _trained_on(asked, inputs)
-        if len(trained) == len(asked):
-            raise UserError(f"all {len(asked)} held-out prompts were trained on, since responses=stored "
+        found = asked(Chat.of(self.target), heldout)
+        trained = trained_on(found, inputs)
+        if len(trained) == len(found):
+            raise UserError(f"all {len(found)} held-out prompts were trained on, since responses=stored "
                             "brings its own split; give prompts.* as in the run that made those answers, or "
                             "others")
-        kept = [question for question in asked if question[0] not in {*dropped, *trained}]
-        chosen = spread(kept, self.prompts, lambda question: question[1])
-        for name, _, _ in chosen or asked[:1]:
-            if name in long:
-                advice = "" if dropped else "leave such prompts out with evaluate.too_long=drop, "
-                raise UserError(f"held-out prompt {name} has {long[name]} tokens, which leaves no room for "
-                                "an answer of evaluate.sampling.max_new_tokens="
-                                f"{self.sampling.max_new_tokens} within {key}={limit} ({len(long)} of "
-                                f"{len(asked)} are so long); {advice}raise the one or lower the other")
+        room = Room("evaluate", "held-out prompt", *self._limit(), "evaluate.sampling.max_new_tokens",
+                    self.sampling.max_new_tokens, self.too_long)
+        chosen, dropped = choose(found, self.prompts, trained, room)
         return chosen, dropped, trained
 
     def _limit(self) -> tuple[int, str]:
@@ -250,22 +238,6 @@ class Evaluate(Stage):
             return described.serve(self.target.folder, log)
         model, speculator = FORMATS[self.format].served(folder, self.target.folder)
         return described.serve(model, log, speculator, drafter.method, k, drafter.needs_v2)
-
-
-def _exported(folder: Path) -> dict[str, Any]:
-    """What the export says about its folders; raises when their target lies no more where they say."""
-    facts = json.loads((folder / "export.json").read_text())
-    if Path(facts["target"]).is_absolute() and not Path(facts["target"]).exists():
-        raise UserError(f"{folder} names its target by the path {facts['target']}, where nothing is any "
-                        "more; export again with export.target_name= its path now, or its name on the Hub")
-    return facts
-
-
-def _trained_on(asked: list[Question], inputs: dict[str, Path]) -> list[str]:
-    """Ids of the prompts that begin a sample of training."""
-    samples = read_samples(inputs["responses"], "train") if "responses" in inputs else []
-    return [name for name, _, ids in asked
-            if any(list(sample.tokens[:len(ids)]) == list(ids) for sample in samples)]
 
 
 def _plain(engine: TargetEngine, questions: list[Question], sampling: Sampling) -> list[Completion]:

@@ -47,8 +47,8 @@ def tune(rows: Sequence[Row], lengths: Lengths | None = None) -> dict[str, Any]:
     if not kept:
         reasons = ", ".join(f"{count} with {why}" for why, count in left_out.items()) or "it is empty"
         raise UserError(f"no row of {len(rows)} says what a draft length costs ({reasons}); measure drafted "
-                        "and plain speed of the same prompts, of at least 500 tokens each "
-                        "(evaluate.server, evaluate.prompts, evaluate.sampling.max_new_tokens)")
+                        "and plain speed of the same prompts, of at least 500 tokens each (run=[sweep]; or "
+                        "evaluate.server, evaluate.prompts, evaluate.sampling.max_new_tokens)")
     drafters = [_drafter(key, own, lengths) for key, own in grouped(kept, DRAFTER).items()]
     return {"format": 1, "drafters": drafters, "left_out": dict(left_out)}
 
@@ -59,11 +59,12 @@ def read_rows(path: Path) -> list[Row]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({getattr(error, 'strerror', None) or first_line(error)}), "
-                        "expected the rows of a measurement as JSON; name rows.json of evaluate, or a "
-                        "report.json") from error
+                        "expected the rows of a measurement as JSON; name rows.json of evaluate or sweep, "
+                        "or a report.json") from error
     rows = content.get("rows") if isinstance(content, dict) else content
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise UserError(f"{path} holds no list of rows; name rows.json of evaluate, or a report.json")
+        raise UserError(f"{path} holds no list of rows; name rows.json of evaluate or sweep, or a "
+                        "report.json")
     return rows
 
 

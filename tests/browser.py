@@ -55,7 +55,7 @@ class Browser:
 
     def errors(self) -> list[str]:
         self.do("new Promise(done => requestAnimationFrame(() => setTimeout(done, 50)))")
-        return [json.dumps(event["params"])[:400] for event in self.events if _complains(event)]
+        return [json.dumps(event["params"])[:2000] for event in self.events if _complains(event)]
 
     def requests(self) -> list[str]:
         return [event["params"]["request"]["url"] for event in self.events

@@ -71,7 +71,7 @@ def position_heatmap(lines: Sequence[dict], names: Sequence[str], width: float) 
             strength = 0.07 + 0.93 * min(max(rate, 0.0), 1.0)
             axes.add_patch(cell(position, line, strength))
             ink = "#ffffff" if strength > 0.75 else NEUTRAL
-            axes.text(position + 0.5, line + 0.5, f"{rate:.2f}", color=ink, **MIDDLE)
+            axes.text(position + 0.5, line + 0.5, f"{rate:.2f}", color=ink, in_layout=False, **MIDDLE)
         length = row["mean_accepted_length"]
         axes.text(longest + 0.55, line + 0.5, f"{length:.2f}", weight="bold", **MIDDLE)
     axes.set(xlim=(0, longest + 1.1), ylim=(len(lines), 0))
@@ -233,7 +233,8 @@ def cell(x: int, y: int, strength: float, colour: str = CELL) -> Patch:
 
     shape = "round,pad=0,rounding_size=0.07"
     return FancyBboxPatch(
-        (x + 0.04, y + 0.06), 0.92, 0.88, boxstyle=shape, color=colour, alpha=strength, linewidth=0
+        (x + 0.04, y + 0.06), 0.92, 0.88, boxstyle=shape, color=colour, alpha=strength, linewidth=0,
+        in_layout=False,
     )
 
 

@@ -6,14 +6,15 @@ Lines differ by their marks as well as by their colours, and what a cell means i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer.evaluate.figures import (
     IN_TABLE,
     MIDDLE,
     NEUTRAL,
+    POINTS,
     READABLE,
     SERIES,
     STYLE,
@@ -30,13 +31,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SMALL = STYLE | {"font.size": READABLE, "axes.labelsize": READABLE}  # so that a unit of a drawing is a pixel
-WIDE, TALL, LINE = 336, 200, 20  # pixels: a panel, without its legend, and a line of that
-LETTER, CELL = 7.4, 40  # pixels: a letter's mean width, and a cell's
+WIDE, TALL, LINE, APART = 336, 200, 20, 15  # pixels: a panel, without its legend, lines of that and of text
+LETTER, CELL, BAR = 7.4, 40, 17  # pixels: a letter's mean width, a cell, and a bar
 INCH = 72
 MARKS = "osD^vPX*"
+FEW = 12  # K that are named one by one at an axis
 WIN, LOSS = "#2f5fe0", "#d9622b"
 FAINT, STRONG = 0.06, 0.68  # of a cell's colour, so that the page's own ink reads on it
 CERTAIN = 2.0  # the factor from plain decoding at which a colour is full
+Waits = Mapping[int, tuple[float, float]]  # by users: milliseconds a token of one, tokens a second of all
 
 
 @dataclass(frozen=True)
@@ -76,11 +79,11 @@ def speedups(name: str, title: str, classes: Mapping[str, Mapping[int, float]],
             colour = LOSS if own[k] < 1 else WIN
             axes.add_patch(cell(column, line, FAINT + (STRONG - FAINT) * strength, colour))
             below = [word for word, holds in (("loses", own[k] < 1), ("pick", k == picks[label])) if holds]
-            axes.text(column + 0.5, line + 0.5, "\n".join([f"{own[k]:.2f}", *below]), linespacing=1.05,
-                      weight="bold" if "pick" in below else "normal", **MIDDLE)
+            _stacked(axes, (column + 0.5, line + 0.5), [f"{own[k]:.2f}", *below],
+                     weight="bold" if "pick" in below else "normal", in_layout=False)
     axes.set(xlim=(0, len(lengths)), ylim=(len(classes), 0))
     axes.set_xticks([column + 0.5 for column in range(len(lengths))], [f"K={k}" for k in lengths])
-    axes.set_yticks([line + 0.5 for line in range(len(classes))], list(classes))
+    _name_lines(axes, [line + 0.5 for line in range(len(classes))], classes)
     as_table(axes)
     return svg(figure, name, title, f"Speed-up by class of traffic and K. {IN_TABLE}")
 
@@ -97,9 +100,11 @@ def throughput(name: str, title: str, methods: Mapping[str, Sequence[Speed]],
                plain: Speed | None) -> str:
     """Tokens a second over K, a line a method, bars from the least to the most of repeats; plain decoding is
     the dashed line, and what lies below it loses."""
-    figure, axes = _panel()
+    figure, axes = _panel({speed.k for own in methods.values() for speed in own})
     speeds = [speed.tok_s for own in methods.values() for speed in own]
     for number, (method, own) in enumerate(methods.items()):
+        if not own:
+            continue
         off = [[speed.tok_s - speed.low for speed in own], [speed.high - speed.tok_s for speed in own]]
         _line(axes, number, [speed.k for speed in own], [speed.tok_s for speed in own], method,
               off if any(map(any, off)) else None)
@@ -117,7 +122,7 @@ def throughput(name: str, title: str, methods: Mapping[str, Sequence[Speed]],
 
 def lengths(name: str, title: str, datasets: Mapping[str, Mapping[int, float]]) -> str:
     """The accepted length over K, a line a data set; the dashed line is plain decoding."""
-    figure, axes = _panel()
+    figure, axes = _panel({k for own in datasets.values() for k in own})
     for number, (dataset, own) in enumerate(datasets.items()):
         _line(axes, number, list(own), list(own.values()), dataset)
     _dashed(axes, 1.0, "plain decoding")
@@ -127,7 +132,7 @@ def lengths(name: str, title: str, datasets: Mapping[str, Mapping[int, float]]) 
 
 def costs(name: str, title: str, classes: Mapping[str, Fit]) -> str:
     """What a round costs over K in plain steps: measured marks, the fitted line, a ring at the tuner's K."""
-    figure, axes = _panel()
+    figure, axes = _panel({0, *(point.k for fit in classes.values() for point in fit.points)})
     longest = max(max(fit.points[-1].k, fit.pick) for fit in classes.values())
     for number, (label, fit) in enumerate(classes.items()):
         colour = SERIES[number % len(SERIES)]
@@ -144,24 +149,72 @@ def costs(name: str, title: str, classes: Mapping[str, Fit]) -> str:
     return _finished(figure, axes, name, title, "Cost of a round over K with its fitted line.")
 
 
-def latency(name: str, title: str, methods: Mapping[str, Mapping[int, tuple[float, float]]]) -> str:
-    """Throughput over what a user waits for a token (milliseconds, tokens a second, by number of users), a
-    line a method."""
+def latency(name: str, title: str, plain: Waits, methods: Mapping[str, Waits]) -> str:
+    """Throughput over what a user waits for a token, a line a method, a mark a number of users."""
     figure, axes = _panel()
+    axes.plot(*zip(*plain.values(), strict=True), color=NEUTRAL, linewidth=1.2, linestyle=(0, (4, 3)),
+              marker=".", label="plain decoding")
     for number, (method, own) in enumerate(methods.items()):
-        _line(axes, number, *zip(*own.values(), strict=True), method)
-        for users, place in own.items():
-            axes.annotate(str(users), place, (0, 6), textcoords="offset points", ha="center")
+        if own:
+            _line(axes, number, *zip(*own.values(), strict=True), method)
+    axes.xaxis.get_major_locator().set_params(integer=False)
     axes.set(ylabel="tokens/s, all users", xlabel="ms a token of one user", ylim=(0, None), xlim=(0, None))
-    axes.margins(x=0.06, y=0.15)
-    return _finished(figure, axes, name, title, "Throughput over latency; marks are numbers of users.")
+    return _finished(figure, axes, name, title, "Throughput over latency, marks in order of users.")
 
 
-def _panel() -> tuple[Figure, Axes]:
+def bars(name: str, title: str, classes: Mapping[str, Mapping[str, float]], methods: Sequence[str]) -> str:
+    """The best speed-up of each method by class of traffic; the dashed line is plain decoding."""
+    rows = sum(len(own) + _gap(own) for own in classes.values())
+    figure, (axes,) = canvas((BAR * rows + 2 * LINE) / INCH, width=WIDE / INCH)
+    top = max(each for own in classes.values() for each in own.values())
+    place, middles = 0.0, []
+    for own in classes.values():
+        middles.append(place + (len(own) - 1) / 2)
+        for method, each in own.items():
+            number = methods.index(method)
+            axes.barh(place, each, 0.86, color=SERIES[number % len(SERIES)], alpha=0.75,
+                      label=method if method not in axes.get_legend_handles_labels()[1] else None)
+            axes.text(max(each, 1.0) + 0.02 * top, place, f"{each:.2f}{' loses' if each < 1 else ''}",
+                      va="center")
+            place += 1
+        place += _gap(own)
+    axes.axvline(1.0, color=NEUTRAL, linewidth=1.2, linestyle=(0, (4, 3)), label="plain decoding")
+    _name_lines(axes, middles, classes)
+    axes.set(xlabel="speed-up", xlim=(0, 1.25 * max(top, 1.0)), ylim=(place - 1.0, -1.0))
+    return _finished(figure, axes, name, title, "Best speed-up of each method by class of traffic.")
+
+
+def _gap(own: Mapping[str, float]) -> float:
+    """Below the bars of a class, in bars: its name has two lines."""
+    return max(0.6, 2.2 - len(own))
+
+
+def _panel(lengths: Collection[int] = ()) -> tuple[Figure, Axes]:
+    """An empty panel over K, with a tick at each of `lengths` where they are few."""
     figure, (axes,) = canvas(TALL / INCH, width=WIDE / INCH)
     axes.set_xlabel("K")
     axes.grid(True)
+    if 0 < len(lengths) <= FEW:
+        axes.set_xticks(sorted(lengths))
+    else:
+        axes.xaxis.get_major_locator().set_params(integer=True)
     return figure, axes
+
+
+def _stacked(axes: Axes, place: tuple[float, float], lines: Sequence[str], **how: Any) -> None:
+    """Lines of text about a place, each centred (or as `how` says) by whichever font the page has."""
+    shift = how.pop("shift", 0)
+    for number, line in enumerate(lines):
+        axes.annotate(line, place, (shift, APART * ((len(lines) - 1) / 2 - number)), **POINTS,
+                      **MIDDLE | how)
+
+
+def _name_lines(axes: Axes, places: Sequence[float], names: Iterable[str]) -> None:
+    """Names at the left of a panel, in as many lines as they have."""
+    axes.set_yticks([])
+    for place, name in zip(places, names, strict=True):
+        _stacked(axes, (0, place), name.split("\n"), xycoords=axes.get_yaxis_transform(), ha="right",
+                 shift=-5)
 
 
 def _line(axes: Axes, number: int, x: Sequence[float], y: Sequence[float], label: str,
@@ -175,12 +228,10 @@ def _dashed(axes: Axes, y: float, label: str) -> None:
 
 
 def _finished(figure: Figure, axes: Axes, name: str, title: str, what: str) -> str:
-    """With the legend above the panel, in as many columns as fit, and whole numbers at the ticks of K."""
-    if axes.get_xlabel() == "K":
-        axes.xaxis.get_major_locator().set_params(integer=True)
+    """With the legend above the panel, in as many columns as fit."""
     handles, labels = axes.get_legend_handles_labels()
     columns = max(1, min(len(labels), int(WIDE // (LETTER * max(map(len, labels)) + 3 * LINE))))
-    figure.set_figheight((TALL + LINE * math.ceil(len(labels) / columns)) / INCH)
+    figure.set_figheight(figure.get_figheight() + LINE * math.ceil(len(labels) / columns) / INCH)
     figure.legend(handles, labels, loc="outside upper left", ncols=columns, columnspacing=1.0,
                   labelspacing=0.25, borderpad=0.1)
     return svg(figure, name, title, f"{what} {IN_TABLE}")

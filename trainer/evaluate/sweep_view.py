@@ -61,6 +61,10 @@ def class_of(row: Mapping[str, Any]) -> str:
     return f"{row['dataset']}, {load}" if load else row["dataset"]
 
 
+def _two_lines(name: str) -> str:
+    return name.replace(", ", "\n", 1)
+
+
 def _of(rows: Iterable[Row], model: str) -> list[Row]:
     return [row for row in rows if row["model"] == model]
 
@@ -79,10 +83,14 @@ def _target(name: str, model: str, rows: list[Row], kept: dict[tuple, list[Row]]
     for line, most in zip(comparison, top, strict=True):
         for cell in filter(None, line["cells"]):
             cell["best"] = cell["speedup"] == most and not cell["loses"] and len(methods) > 1
-    throughput = [(class_of(own[0]), _throughput(f"{name}speed{place}", model, own))
+    bars = sweep_figures.bars(f"{name}bars", f"{model}: best speed-up by method", {
+        _two_lines(line["name"]): {method: cell["speedup"] for method, cell in
+                                   zip(methods, line["cells"], strict=True) if cell}
+        for line in comparison}, methods) if comparison else None
+    throughput = [(class_of(own[0]), _throughput(f"{name}speed{place}", model, own, methods))
                   for place, own in enumerate(by_class.values())]
     return {"model": model, "methods": methods, "comparison": comparison, "throughput": throughput,
-            "latency": _latencies(name, model, by_class),
+            "bars": bars, "latency": _latencies(name, model, by_class, methods),
             "drafters": [_drafter(f"{name}drafter{place}", own, kept.get((method,), []),
                                   tuned.get((model, method)))
                          for place, ((method,), own) in enumerate(grouped(rows, ["method"]).items())]}
@@ -94,9 +102,10 @@ def _best(found: Mapping[int, Any]) -> dict[str, Any]:
             "losing": [each.k for each in found.values() if each.speedup < 1]}
 
 
-def _throughput(name: str, model: str, rows: list[Row]) -> str:
-    lines = {method: [_speed(same, "tok_s") for _, same in sorted(grouped(own, [K]).items())]
-             for (method,), own in grouped(rows, ["method"]).items()}
+def _throughput(name: str, model: str, rows: list[Row], methods: Sequence[str]) -> str:
+    by_method = grouped(rows, ["method"])
+    lines = {method: [_speed(same, "tok_s") for _, same in
+                      sorted(grouped(by_method.get((method,), []), [K]).items())] for method in methods}
     return sweep_figures.throughput(name, f"{model}, {class_of(rows[0])}: throughput", lines, _plain(rows))
 
 
@@ -111,25 +120,25 @@ def _plain(rows: Sequence[Row]) -> Speed:
     return _speed(rows, "baseline_tok_s")
 
 
-def _latencies(name: str, model: str, by_class: dict[tuple, list[Row]]) -> list[tuple[str, str]]:
+def _latencies(name: str, model: str, by_class: dict[tuple, list[Row]],
+               methods: Sequence[str]) -> list[tuple[str, str]]:
     """A figure for each data set and temperature that was measured with several numbers of users, where the
     rows say what users wait: plain decoding, and each method at the K that was fastest for that number."""
     found = []
     timed = [row for own in by_class.values() for row in own
              if row.get("users") and row.get("ms_per_token") and row.get("baseline_ms_per_token")]
     for place, ((dataset, temperature), own) in enumerate(grouped(timed, CLASS[:2]).items()):
-        lines: dict[str, dict[int, tuple[float, float]]] = {}
+        plain: dict[int, tuple[float, float]] = {}
+        lines: dict[str, dict[int, tuple[float, float]]] = {method: {} for method in methods}
         for (users,), same in sorted(grouped(own, ["users"]).items()):
-            first = same[0]
-            lines.setdefault("plain decoding", {})[users] = (first["baseline_ms_per_token"],
-                                                             first["baseline_tok_s"])
+            plain[users] = same[0]["baseline_ms_per_token"], same[0]["baseline_tok_s"]
             for (method,), each in grouped(same, ["method"]).items():
                 fastest = max(each, key=lambda row: row["tok_s"])
-                lines.setdefault(method, {})[users] = (fastest["ms_per_token"], fastest["tok_s"])
-        if len(lines["plain decoding"]) > 1:
+                lines[method][users] = fastest["ms_per_token"], fastest["tok_s"]
+        if len(plain) > 1:
             title = class_of({"dataset": dataset, "temperature": temperature})
-            found.append((title, sweep_figures.latency(f"{name}wait{place}", f"{model}, {title}: latency",
-                                                       lines)))
+            drawn = sweep_figures.latency(f"{name}wait{place}", f"{model}, {title}: latency", plain, lines)
+            found.append((f"{title}: {', '.join(map(str, plain))} users", drawn))
     return found
 
 
@@ -142,7 +151,7 @@ def _drafter(name: str, rows: list[Row], kept: list[Row], tuned: Row | None) -> 
     by_class = {tuple(own[0].get(field) for field in CLASS): points(own)
                 for own in grouped(kept, CLASS).values()}
     classes = {tuple(own[field] for field in CLASS): own for own in tuned["classes"]}
-    labels = {key: class_of(own).replace(", ", "\n", 1) for key, own in classes.items()}
+    labels = {key: _two_lines(class_of(own)) for key, own in classes.items()}
     return {**shown, "tuned": tuned, "recommendation": recommendation(tuned),
             "classes": [_tuned(own, by_class[key]) for key, own in classes.items()],
             "doubts": tuned["doubts"] + [f"{class_of(own)}: {doubt['text']}." for own in tuned["classes"]
@@ -172,13 +181,14 @@ def _acceptance(name: str, title: str, kept: list[Row]) -> dict[str, Any]:
     alone the fewest are shown."""
     lines: dict[str, dict[str, dict[int, float]]] = {}
     named: dict[str, dict[str, Any]] = {}
+    several = len({row.get("temperature") for row in kept}) > 1
     for (dataset, temperature), own in grouped(kept, ("dataset", "temperature")).items():
         load = load_of(temperature, None)
         for (k,), same in sorted(grouped(own, [K]).items()):
             fewest = min(row.get("users") or 1 for row in same)
             point = points([row for row in same if (row.get("users") or 1) == fewest])[k]
             lines.setdefault(load, {}).setdefault(dataset, {})[k] = point.accepted_length
-            named[", ".join(filter(None, (dataset, load, f"K={k}")))] = {
+            named[", ".join(filter(None, (dataset, load if several else "", f"K={k}")))] = {
                 "per_position_acceptance": point.rates, "mean_accepted_length": point.accepted_length}
     return {"lengths": [(load or UNNAMED, sweep_figures.lengths(
                 f"{name}length{place}", f"{title}, {load or UNNAMED}: accepted length", own))

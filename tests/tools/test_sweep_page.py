@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import json
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -34,6 +36,19 @@ def test_a_page_lies_beside_its_rows_or_where_it_is_wanted(
     assert "<h1>Sweep of draft lengths</h1>" in (tmp_path / "rows.html").read_text()
     text = (tmp_path / "page.html").read_text()
     assert "<h1>Mine</h1>" in text and "Gemma 4 MTP" in text and "4,060" in text
+
+
+def test_figures_and_rows_are_files_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text(json.dumps(ROWS))
+    assert call(monkeypatch, tmp_path / "rows.json", "--files", tmp_path / "files") == 0
+    drawn = sorted((tmp_path / "files").glob("*.svg"))
+    assert len(drawn) == (tmp_path / "rows.html").read_text().count("<svg") == 6
+    assert drawn[2].name == "003-gemma-4-mtp-for-google-gemma-4-26b-a4b-it-speed-up.svg"
+    for each in drawn:
+        assert ElementTree.parse(each).getroot().tag == "{http://www.w3.org/2000/svg}svg"
+    with (tmp_path / "files/rows.csv").open(newline="") as file:
+        found = list(csv.DictReader(file))
+    assert [float(row["tok_s"]) for row in found] == [row["tok_s"] for row in ROWS]
 
 
 def test_what_is_no_sweep_is_one_sentence(

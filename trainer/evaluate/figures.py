@@ -278,7 +278,7 @@ def svg(figure: Figure, prefix: str, title: str, what: str) -> str:
 
 def _lean(tag: str) -> str:
     """A tag without what nobody refers to, what the page decides, and what no eye can see."""
-    dropped = (r' xmlns(:\w+)?="[^"]*"', r' id="[a-z\d.]+_\d+"', r" font-family: [^;]*;", r"\n",
+    dropped = (r' xmlns(:\w+)?="[^"]*"', r' id="[a-z\d]+_\d+"', r" font-family: [^;]*;", r"\n",
                r' transform="rotate\(-0 [^"]*"', r"(?<=\.\d\d)\d+")
     if tag.startswith("<svg"):
         dropped += (r' (width|height)="[^"]*"',)

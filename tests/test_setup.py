@@ -330,10 +330,11 @@ def test_the_wheel_holds_the_whole_configuration_and_the_data(tmp_path: Path) ->
     (wheel,) = tmp_path.glob("speculator_trainer-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-        texts = {name: archive.read(name) for name in names if name.endswith((".yaml", ".jsonl"))}
+        texts = {name: archive.read(name) for name in names if not name.endswith(".py")}
     wanted = {f"trainer/{file.relative_to(ROOT)}": file for file in (ROOT / "conf").rglob("*.yaml")}
     wanted |= {f"trainer/conf/recipe/{file.name}": file for file in (ROOT / "recipes").glob("*.yaml")}
-    wanted |= {str(file.relative_to(ROOT)): file for file in (ROOT / "trainer").rglob("*.jsonl")}
+    wanted |= {str(file.relative_to(ROOT)): file for file in (ROOT / "trainer").rglob("*")
+               if file.suffix in (".jsonl", ".jinja", ".css")}
     assert len(wanted) >= 2
     assert [name for name, file in wanted.items() if texts.get(name) != file.read_bytes()] == []
     modules = {str(file.relative_to(ROOT)) for file in (ROOT / "trainer").rglob("*.py")}

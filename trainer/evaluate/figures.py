@@ -1,14 +1,17 @@
 """The report's figures, each drawn with matplotlib and returned as the text of one inline `<svg>`.
 
 The background is transparent and every neutral stroke or text is written as `currentColor`, so that one
-drawing reads on a light and on a dark page; text stays text and takes the font of the page. Nothing is drawn
-through pyplot, so no global state and no display is touched. A figure without data is None.
+drawing reads on a light and on a dark page; text stays text and takes the font of the page. No drawing is
+shown so narrow that its text falls below 12 pixels: its box scrolls instead. Nothing is drawn through pyplot,
+so no global state and no display is touched. A figure without data is None.
 """
 
 from __future__ import annotations
 
 import io
 import re
+from collections.abc import Sequence
+from html import escape
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,6 +24,8 @@ PLAIN, DRAFTER = "#8b95a7", "#4c7df0"
 SERIES = ("#4c7df0", "#12a594", "#e5843a", "#a06be0", "#d6517d", "#7a9a01")
 CELL = "#2f5fe0"
 WIDTH = 9.2  # inches; the page scales the drawing to its column
+READABLE = 12  # pixels that text has at least, however narrow the page
+IN_TABLE = "The table of all rows has the numbers."
 MIDDLE, POINTS = {"ha": "center", "va": "center"}, {"textcoords": "offset points"}
 ENGINES = {"in_process": "in process", "vllm": "vLLM"}
 STYLE = {
@@ -52,26 +57,29 @@ def acceptance_heatmap(rows: list[dict]) -> str | None:
     lines = _one_a_setting([row for row in rows if row["per_position_acceptance"]])
     if not lines:
         return None
-    width = max(len(row["per_position_acceptance"]) for row in lines)
-    figure, (axes,) = _figure(0.36 * len(lines) + 0.75)
+    return svg(position_heatmap(lines, [name_of(row) for row in lines], WIDTH), "heatmap",
+               "Acceptance by position", "A line a data set, engine and K, a column a position of the draft; "
+               "the last column is the accepted length. " + IN_TABLE)
+
+
+def position_heatmap(lines: Sequence[dict], names: Sequence[str], width: float) -> Figure:
+    """A named line a row, a cell a position, its accepted length behind; `width` in inches."""
+    longest = max(len(row["per_position_acceptance"]) for row in lines)
+    figure, (axes,) = canvas(0.36 * len(lines) + 0.75, width=width)
     for line, row in enumerate(lines):
         for position, rate in enumerate(row["per_position_acceptance"]):
             strength = 0.07 + 0.93 * min(max(rate, 0.0), 1.0)
-            axes.add_patch(_cell(position, line, strength))
+            axes.add_patch(cell(position, line, strength))
             ink = "#ffffff" if strength > 0.75 else NEUTRAL
-            axes.text(
-                position + 0.5, line + 0.5, f"{rate:.2f}", color=ink, size=9 if width <= 12 else 7, **MIDDLE
-            )
-        axes.text(width + 0.55, line + 0.5, f"{row['mean_accepted_length']:.2f}", weight="bold", **MIDDLE)
-    axes.set(xlim=(0, width + 1.1), ylim=(len(lines), 0))
-    places = [position + 0.5 for position in range(width)] + [width + 0.55]
-    axes.set_xticks(places, [*map(str, range(1, width + 1)), "length"])
-    axes.set_yticks([i + 0.5 for i in range(len(lines))], [name_of(row) for row in lines])
-    axes.xaxis.tick_top()
-    axes.tick_params(length=0)
-    for side in axes.spines.values():
-        side.set_visible(False)
-    return _svg(figure, "heatmap")
+            axes.text(position + 0.5, line + 0.5, f"{rate:.2f}", color=ink, in_layout=False, **MIDDLE)
+        length = row["mean_accepted_length"]
+        axes.text(longest + 0.55, line + 0.5, f"{length:.2f}", weight="bold", **MIDDLE)
+    axes.set(xlim=(0, longest + 1.1), ylim=(len(lines), 0))
+    places = [position + 0.5 for position in range(longest)] + [longest + 0.55]
+    axes.set_xticks(places, [*map(str, range(1, longest + 1)), "length"])
+    axes.set_yticks([i + 0.5 for i in range(len(lines))], names)
+    as_table(axes)
+    return figure
 
 
 def training_curves(log: list[dict]) -> str | None:
@@ -92,7 +100,7 @@ def training_curves(log: list[dict]) -> str | None:
     }
     if not drawn:
         return None
-    figure, panel = _figure(3.0, len(drawn))
+    figure, panel = canvas(3.0, len(drawn))
     for axes, (title, curves) in zip(panel, drawn.items(), strict=True):
         for colour, (key, points) in zip(SERIES, curves.items(), strict=False):
             _curve(axes, points, panels[title][key], colour, noisy=key in ("loss", "estimate"))
@@ -100,7 +108,7 @@ def training_curves(log: list[dict]) -> str | None:
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(True)
         axes.legend()
-    return _svg(figure, "training")
+    return svg(figure, "training", "Training", f"{' and '.join(drawn)} over the steps of the training.")
 
 
 def throughput_bars(rows: list[dict]) -> str | None:
@@ -111,7 +119,7 @@ def throughput_bars(rows: list[dict]) -> str | None:
             panels.setdefault((row.get("engine", ""), row["dataset"]), []).append(row)
     if not panels:
         return None
-    figure, panel = _figure(2.9 * len(panels), len(panels), beside=False)
+    figure, panel = canvas(2.9 * len(panels), len(panels), beside=False)
     for axes, ((engine, dataset), lines) in zip(panel, panels.items(), strict=True):
         places = range(len(lines))
         for side, key, colour, label in (
@@ -122,7 +130,7 @@ def throughput_bars(rows: list[dict]) -> str | None:
         for x, row in enumerate(lines):
             factor = f"{row['speedup']:.2f}x" if row["speedup"] is not None else ""
             axes.annotate(
-                factor, (x + 0.2, row["tok_s"]), (0, 3), ha="center", size=9, weight="bold", **POINTS
+                factor, (x + 0.2, row["tok_s"]), (0, 3), ha="center", weight="bold", **POINTS
             )
         axes.set_xticks(places, [f"K={row['num_speculative_tokens']}\n{users(row)}" for row in lines])
         axes.set(title=f"{ENGINES.get(engine, engine)}, {dataset}", ylabel="tokens/s")
@@ -130,8 +138,9 @@ def throughput_bars(rows: list[dict]) -> str | None:
         axes.margins(y=0.14)
         axes.tick_params(axis="x", length=0)
         axes.grid(True, axis="y")
-        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, borderaxespad=0.0, fontsize=9)
-    return _svg(figure, "throughput")
+        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, borderaxespad=0.0)
+    what = f"Tokens a second without and with the drafter. {IN_TABLE}"
+    return svg(figure, "throughput", "Throughput", what)
 
 
 def accepted_length_bars(rows: list[dict]) -> str | None:
@@ -143,7 +152,7 @@ def accepted_length_bars(rows: list[dict]) -> str | None:
         return None
     datasets = list(dict.fromkeys(row["dataset"] for row in lines))
     height = 0.8 / len(series)
-    figure, (axes,) = _figure(0.9 + len(datasets) * (0.2 + 0.24 * len(series)))
+    figure, (axes,) = canvas(0.9 + len(datasets) * (0.2 + 0.24 * len(series)))
     for number, (engine, k) in enumerate(series):
         own = [row for row in lines if _setting(row) == (engine, k)]
         places = [datasets.index(row["dataset"]) + (number + 0.5) * height - 0.4 for row in own]
@@ -151,7 +160,7 @@ def accepted_length_bars(rows: list[dict]) -> str | None:
         label = f"{ENGINES.get(engine, engine)}, K={k}"
         axes.barh(places, lengths, height * 0.86, color=SERIES[number % len(SERIES)], label=label)
         for place, length in zip(places, lengths, strict=True):
-            axes.annotate(f"{length:.2f}", (length, place), (4, 0), va="center", size=9, **POINTS)
+            axes.annotate(f"{length:.2f}", (length, place), (4, 0), va="center", **POINTS)
     axes.axvline(1.0, color=NEUTRAL, linewidth=0.9, linestyle=(0, (3, 3)), alpha=0.7)
     axes.set_yticks(range(len(datasets)), datasets)
     axes.set(
@@ -160,8 +169,8 @@ def accepted_length_bars(rows: list[dict]) -> str | None:
     axes.margins(x=0.1)
     axes.tick_params(axis="y", length=0)
     axes.grid(True, axis="x")
-    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=4, borderaxespad=0.0, fontsize=9)
-    return _svg(figure, "slices")
+    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=4, borderaxespad=0.0)
+    return svg(figure, "slices", "Accepted length by kind of prompt", IN_TABLE)
 
 
 def users(row: dict) -> str:
@@ -218,34 +227,59 @@ def _curve(axes: Axes, points: list[tuple[float, float]], label: str, colour: st
     axes.plot(steps[window - 1 :], means, color=colour, linewidth=1.8, label=f"{label} (mean of {window})")
 
 
-def _cell(x: int, y: int, strength: float) -> Patch:
+def cell(x: int, y: int, strength: float, colour: str = CELL) -> Patch:
     """A cell that fades into the page, light or dark, as its value falls."""
     from matplotlib.patches import FancyBboxPatch
 
     shape = "round,pad=0,rounding_size=0.07"
     return FancyBboxPatch(
-        (x + 0.04, y + 0.06), 0.92, 0.88, boxstyle=shape, color=CELL, alpha=strength, linewidth=0
+        (x + 0.04, y + 0.06), 0.92, 0.88, boxstyle=shape, color=colour, alpha=strength, linewidth=0,
+        in_layout=False,
     )
 
 
-def _figure(height: float, panels: int = 1, beside: bool = True) -> tuple[Figure, list[Axes]]:
+def as_table(axes: Axes) -> None:
+    """Columns named above, no frame and no ticks."""
+    axes.xaxis.tick_top()
+    axes.tick_params(length=0)
+    for side in axes.spines.values():
+        side.set_visible(False)
+
+
+def canvas(height: float, panels: int = 1, beside: bool = True,
+           width: float = WIDTH) -> tuple[Figure, list[Axes]]:
+    """An empty drawing of `width` x `height` inches with its panels."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(WIDTH, height), layout="constrained", facecolor="none")
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor="none")
     grid = figure.subplots(*((1, panels) if beside else (panels, 1)), squeeze=False)
     return figure, list(grid.flat)
 
 
-def _svg(figure: Figure, prefix: str) -> str:
-    """The drawing as an element that can stand in a page beside others: ids of its own, no namespaces."""
+def svg(figure: Figure, prefix: str, title: str, what: str) -> str:
+    """The drawing as an element that can stand in a page beside others: ids of its own, no namespaces, a
+    title and a description for whoever does not see it."""
+    from matplotlib import rcParams
+
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)
-    text = text.replace("xlink:href=", "href=").replace(NEUTRAL, "currentColor")
+    text = re.sub(r"<[^>]*>", lambda tag: _lean(tag[0]), text).replace(NEUTRAL, "currentColor")
     text = re.sub(r'\bid="', f'id="{prefix}-', text)
     text = text.replace('href="#', f'href="#{prefix}-').replace("url(#", f"url(#{prefix}-")
-    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
-    return re.sub(r'(<svg[^>]*?) width="[^"]*"', r'\1 width="100%"', text, count=1)
+    least = figure.get_figwidth() * 72 * READABLE / rcParams["font.size"]
+    named = (f' role="img" aria-labelledby="{prefix}-title {prefix}-what" width="100%" '
+             f'style="min-width:{least:.0f}px;max-width:{1.3 * least:.0f}px"><title id="{prefix}-title">'
+             f'{escape(title)}</title><desc id="{prefix}-what">{escape(what)}</desc>')
+    return text.replace(">", named, 1)
+
+
+def _lean(tag: str) -> str:
+    """A tag without what nobody refers to, what the page decides, and what no eye can see."""
+    dropped = (r' xmlns(:\w+)?="[^"]*"', r' id="[a-z\d]+_\d+"', r" font-family: [^;]*;", r"\n",
+               r' transform="rotate\(-0 [^"]*"', r"(?<=\.\d\d)\d+")
+    if tag.startswith("<svg"):
+        dropped += (r' (width|height)="[^"]*"',)
+    return re.sub("|".join(dropped), "", tag).replace("xlink:href=", "href=")

@@ -1,6 +1,7 @@
-"""`report.json` as one page that loads nothing: styles, figures and a few lines of script are inside it.
+"""`report.json`, and the rows of a sweep, as one page that loads nothing: styles, figures and a few lines of
+script are inside it.
 
-The template lies beside this file. Every value is escaped by the template engine; only the figures, which are
+The templates lie beside this file. Every value is escaped by the template engine; only the figures, which are
 ours, are not.
 """
 
@@ -8,34 +9,69 @@ from __future__ import annotations
 
 import json
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-TEMPLATE = Path(__file__).with_name("report.html.jinja")
+from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+EXTRA = ("matplotlib", "jinja2")
 KEY_NUMBERS = 8  # of a stage's record shown in the table; the whole record is folded beneath it
 
 
-def render(report: dict, serve_commands: dict[str, str], drawings: dict[str, str | None]) -> str:
-    """The page of a report. `drawings` are inline `<svg>` elements by name, None where nothing was drawn."""
-    import jinja2
+def require_extra() -> None:
+    """Raises UserError unless what draws and fills the pages is installed."""
+    for package in EXTRA:
+        if find_spec(package) is None:
+            raise UserError(
+                f"The report needs {package}, which is not installed; install the extra with "
+                "pip install 'speculator-trainer[report]', or leave report out of run=."
+            )
 
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    filters = (number, compact, duration, yes_no, draft_length)
-    environment.filters |= {each.__name__: each for each in filters}
-    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+
+def render(report: dict, serve_commands: dict[str, str], drawings: dict[str, str | None],
+           sweep: dict[str, Any] | None = None) -> str:
+    """The page of a report. `drawings` are inline `<svg>` elements by name, None where nothing was drawn;
+    `sweep` is what sweep_view made of a sweep."""
     failed = [name for name, gate in report["gates"].items() if not gate["passed"]]
-    return template.render(
+    return _environment().get_template("report.html.jinja").render(
         report=report,
-        created=datetime.fromisoformat(report["created"]).strftime("%d %B %Y, %H:%M"),
-        drawings={name: jinja2.utils.markupsafe.Markup(svg) for name, svg in drawings.items() if svg},
+        created=_moment(datetime.fromisoformat(report["created"])),
+        drawings={name: svg for name, svg in drawings.items() if svg},
         serve_commands=serve_commands,
         failed=failed,
         facts=_facts(report),
         engines={"in_process": "in process", "vllm": "vLLM"},
         stages={name: stage | _split(stage["record"]) for name, stage in report["stages"].items()},
         total_seconds=sum(stage["seconds"] for stage in report["stages"].values()),
+        sweep=sweep,
     )
+
+
+def render_sweep(sweep: dict[str, Any], title: str) -> str:
+    """The page of a sweep alone."""
+    return _environment().get_template("sweep_page.html.jinja").render(
+        sweep=sweep, title=title, created=_moment(datetime.now())
+    )
+
+
+def _environment() -> Environment:
+    import jinja2
+
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+    )  # fmt: skip
+    filters = (number, compact, duration, yes_no, draft_length)
+    environment.filters |= {each.__name__: each for each in filters}
+    return environment
+
+
+def _moment(when: datetime) -> str:
+    return when.strftime("%d %B %Y, %H:%M")
 
 
 def number(value: float | None, digits: int) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from datetime import datetime
-from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
 
@@ -19,14 +18,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trainer.errors import UserError
-from trainer.evaluate import figures, finished_stages, html
+from trainer.evaluate import figures, finished_stages, html, sweep_view, traffic
 from trainer.evaluate.doubts import NEAR_ONE, Doubts, left_out, of_training
 from trainer.pipeline import Stage
 from trainer.ranges import NotNegative
 
 TABLE = {"box": box.SIMPLE_HEAD, "title_justify": "left", "title_style": "bold"}
-EXTRA = ("matplotlib", "jinja2")
 EXPORTED = ("max_k", "default_k", "formats", "confidence")
 CURVES = ("loss", "lr", "grad_norm", "estimate", "heldout_loss", "heldout_estimate", "measured",
           "estimate_walk", "gap", "train_walk")  # fmt: skip
@@ -56,12 +53,7 @@ class Report(Stage):
     rise_tolerance: NotNegative
 
     def preflight(self) -> None:
-        for package in EXTRA:
-            if find_spec(package) is None:
-                raise UserError(
-                    f"The report needs {package}, which is not installed; install the extra with "
-                    "pip install 'speculator-trainer[report]', or leave report out of run=."
-                )
+        html.require_extra()
 
     def run(self, inputs: dict[str, Path], out: Path) -> dict:
         rows = finished_stages.read_rows(inputs)
@@ -76,7 +68,10 @@ class Report(Stage):
             )
         text = json.dumps(report, indent=1, ensure_ascii=False)
         (out / "report.json").write_text(text + "\n", encoding="utf-8")
-        page = html.render(report, commands, figures.draw(rows, log))
+        swept = traffic.read_rows(inputs["sweep"] / "rows.json") if "sweep" in inputs else \
+            sweep_view.measured(rows)
+        page = html.render(report, commands, figures.draw(rows, log),
+                           sweep_view.view(swept) if swept else None)
         (out / "report.html").write_text(page, encoding="utf-8")
         first = headline(rows, exported.get("default_k"))
         passed = sum(gate["passed"] for gate in report["gates"].values())
@@ -117,6 +112,12 @@ class Report(Stage):
             "stages": {name: _stage(name, inputs[name], finished[name]) for name in names},
             "versions": merge_versions(finished),
         }
+
+
+class ReportSweep(Report):
+    """The same with the rows of a sweep, in place of those of evaluate where K and users are compared."""
+
+    after: ClassVar[tuple[str, ...]] = (*Report.after, "sweep")
 
 
 def headline(rows: list[dict], default_k: int | None) -> dict:

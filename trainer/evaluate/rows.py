@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from trainer.evaluate.decode import Counts, Decoded, Selection
@@ -69,3 +70,13 @@ def served(base: dict[str, Any], k: int, plain: Measurement, drafted: Measuremen
             "mean_accepted_length": round(drafted.mean_accepted_length, 4),
             "acceptance_rate": round(drafted.acceptance_rate, 4),
             "per_position_acceptance": [round(value, 4) for value in drafted.per_position]}
+
+
+def position_gaps(here: dict[str, Any], there: dict[str, Any]) -> list[tuple[float, str]]:
+    """For each position the relative gap of the accepted length up to it, 1 + p_1 + ... + p_j, of the row
+    `there` to that of `here`, and what was compared, in words. A position that is hardly reached counts as
+    little as it adds to the length; of a rate alone, one draft more would be a large share."""
+    lengths = zip(*(accumulate(row["per_position_acceptance"], initial=1.0) for row in (here, there)),
+                  strict=True)
+    return [(abs(other / own - 1), f"K={here['num_speculative_tokens']}, positions 1 to {place}: {own:.3f} "
+             f"in process, {other:.3f} served") for place, (own, other) in enumerate(lengths) if place]

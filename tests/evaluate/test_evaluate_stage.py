@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import dflash, engine, make_dflash, make_small, small, uneven, write_responses
+from tiny import copied, dflash, engine, make_dflash, make_small, small, uneven, write_responses
 from vllm_support import small_server
 
 from trainer._paths import find
@@ -131,6 +132,16 @@ def test_settings_that_need_each_other(tiny_target: Target) -> None:
         "evaluate.confidence": "must be null, since this drafter does not say how likely its tokens are "
                                "accepted, but is 0.4"}
     assert judged(stage(tiny_target, drafter=make_small("dspark"), confidence=0.4)) == {}
+
+
+def test_draft_lengths_that_the_server_refuses_are_told_before_it_is_started(tiny_target: Target,
+                                                                              tmp_path: Path) -> None:
+    other = copied(tiny_target, tmp_path / "other",
+                   config={"model_type": "qwen3_5_text", "mtp_num_hidden_layers": 2})
+    made = stage(other, drafter=make_small("mtp", start="own"), k=[2, 3, 4], server=small_server())
+    with pytest.raises(UserError, match=r"^evaluate\.k\.1=3 must be at most 2 or a multiple of it"):
+        made.preflight()
+    replace(made, server=None).preflight()
 
 
 def test_a_text_that_changes_with_the_drafter_stops_the_run(tiny_target: Target, inputs: dict[str, Path],

@@ -33,7 +33,7 @@ from trainer.ranges import Amount, Count, Distinct, Dtype, Filled, NotNegative, 
 from trainer.records import Completion, Sampling
 from trainer.target import Target
 from trainer.target_head import load_target_head
-from trainer.training.build import MakeDrafter, draft_problem
+from trainer.training.build import MakeDrafter, draft_problem, require_drafts
 
 Question = tuple[str, str, list[int]]  # id, category, prompt ids
 
@@ -91,6 +91,8 @@ class Evaluate(Stage):
         self.engine.preflight()
         self.target.require_length(self.engine.max_length, "evaluate.engine.max_length")
         if self.server is not None:
+            require_drafts(self.drafter, self.target, {f"evaluate.k.{place}": k
+                                                       for place, k in enumerate(self.k)})
             if self.server.url is None:
                 self.target.require_length(self.server.longest(), "engine.max_model_len")
             self.server.preflight()

@@ -36,11 +36,12 @@ SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 3
           "shared_expert_intermediate_size": 48}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "beta_fast": 32, "beta_slow": 1,
         "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 64}
-DEEPSEEK = {**LATENT, "rope_parameters": YARN, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.7}
+DEEPSEEK = {**LATENT, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.7}
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], bool]] = {  # whether experts lie apart
     "glm4_moe": (Glm4Moe, {**PLAIN, **EXPERTS, "use_qk_norm": True, "attention_bias": True}, True),
     "glm4_moe_lite": (Glm4MoeLite, LATENT, True),
-    "deepseek_v3": (DeepseekV3, DEEPSEEK, True), "two_modules": (DeepseekV3, DEEPSEEK, True),
+    "deepseek_v3": (DeepseekV3, {**DEEPSEEK, "rope_parameters": YARN}, True),
+    "two_modules": (DeepseekV3, DEEPSEEK, True),  # with unscaled positions
     "qwen3_5": (Qwen3_5, GATED, True),
     "qwen3_5_moe": (Qwen3_5Moe, {**GATED, **SPARSE}, False),
     "qwen3_next": (Qwen3Next, {**GATED, **SPARSE}, True)}

@@ -346,7 +346,14 @@ def test_descriptions_and_layouts(tmp_path: Path) -> None:
     assert Choices(tmp_path, tmp_path / "none").groups() == {}
 
 
-@pytest.mark.parametrize("recipe", sorted(find().groups()["recipe"]))
+MTP = {"mtp_smollm2", "mtp_qwen3_5_27b", "mtp_qwen3_6_27b", "mtp_qwen3_6_35b_a3b", "mtp_glm_flash",
+       "mtp_gemma4_26b_a4b", "mtp_gemma4_31b"}
+
+
+@pytest.mark.parametrize("recipe", sorted({*find().groups()["recipe"]} | MTP))
 def test_the_recipes_of_the_project_are_right(recipe: str) -> None:
+    """Every setting, and all of them together, for stages that are built and see no target."""
     choices = find()
-    assert check(compose_configuration([f"recipe={recipe}"], choices), choices.groups(), pipeline.Stage) == []
+    configuration = compose_configuration([f"recipe={recipe}"], choices)
+    assert check(configuration, choices.groups(), pipeline.Stage) == []
+    assert pipeline.check(configuration.settings) == {}

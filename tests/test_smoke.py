@@ -162,7 +162,7 @@ def test_a_server_killed_in_the_middle_and_the_whole_run(home: Home) -> None:
     assert len(groups) == 2 and [vllm_process.members(group) for group in groups] == [[], []]
     check_went_on(home.call(*settings), "evaluate")
     report = json.loads(Path(home.out.splitlines()[-1]).read_text())
-    assert {"served_lossless", "served_accepted_length_gap"} <= {
+    assert {"served_lossless", "served_accepted_length_gap", "served_acceptance_by_position_gap"} <= {
         name.rpartition("/")[2] for name, gate in report["gates"].items() if gate["passed"]}
     served = [row for row in report["rows"] if row["engine"] == "vllm"]
     assert len(served) == 1 and served[0]["lossless"] and served[0]["tok_s"] > 0 and served[0]["drafts"] > 0

@@ -208,7 +208,7 @@ def bits(one: Path, two: Path) -> int:
         if name not in first or name not in second or not torch.equal(first[name], second[name]):
             print(f"{name} differs")
             return 1
-    logs = [{line["step"]: (line.get("loss"), line["grad_norm"])
+    logs = [{line["step"]: (line.get("loss"), line.get("grad_norm"))
              for line in map(json.loads, (folder / "log.jsonl").read_text().splitlines())}
             for folder in (one, two)]
     shared = sorted(set(logs[0]) & set(logs[1]))

@@ -23,17 +23,17 @@ from trainer._folders import require_folder, write_json  # noqa: E402
 from trainer.evaluate.traffic import Lengths, drafter_of, read_rows, tune  # noqa: E402
 from trainer.evaluate.tuning_table import print_tuning  # noqa: E402
 from trainer.export.serve_line import draft_lengths  # noqa: E402
-from trainer.export.tuned import exported_facts, write_tuned  # noqa: E402
+from trainer.export.tuned import exported_facts, possible_lengths, write_tuned  # noqa: E402
 from trainer.progress import exit_status  # noqa: E402
 
 
 def choices(given: list[int] | None, own: dict | None) -> Lengths:
-    """The K to choose among: those given, or all up to the longest that the exported drafter has, or that was
+    """The K to choose among: those given, or those of the exported drafter, or all up to the longest that was
     measured of one."""
     def lengths(method: str, longest: int) -> Sequence[int]:
         if given:
             return sorted(set(given))
-        return range(1, (own["max_k"] if own and own["method"] == method else longest) + 1)
+        return possible_lengths(own) if own and own["method"] == method else range(1, longest + 1)
 
     return lengths
 

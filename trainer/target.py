@@ -99,6 +99,11 @@ class Target:
         """The text part of config.json."""
         return text_part(json.loads((self.folder / "config.json").read_text()))
 
+    @property
+    def nested(self) -> bool:
+        """Whether it is a multimodal model, whose config.json has the text part inside."""
+        return "text_config" in json.loads((self.folder / "config.json").read_text())
+
     @cached_property
     def tokenizer(self) -> Any:
         from transformers import AutoTokenizer

@@ -64,11 +64,12 @@ PLAIN_NORMS = ("gemma3n", "gemma4")  # and those of the same beginning whose RMS
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-def load_target_head(folder: Path, config: dict[str, Any]) -> TargetHead:
-    """`config` is the (text) config of the target in `folder`."""
+def load_target_head(folder: Path, config: dict[str, Any], values: bool = True) -> TargetHead:
+    """`config` is the (text) config of the target in `folder`; without `values` the tensors are on the device
+    meta."""
     embedding, norm, head = head_names(folder, config)
-    tensors = read_tensors(folder, {embedding, norm, head})
-    tied = config.get("tie_word_embeddings") is True and head != embedding
+    tensors = (read_tensors if values else tensor_shapes)(folder, {embedding, norm, head})
+    tied = values and config.get("tie_word_embeddings") is True and head != embedding
     if tied and not torch.equal(tensors[embedding], tensors[head]):
         raise UserError(f"target folder {folder} has an lm_head.weight other than its embedding, and its "
                         "config.json says tie_word_embeddings=true: a server would take the embedding; mend "

@@ -4,6 +4,7 @@ which targets and assistants it refuses."""
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from trainer.export.formats import FORMATS, Serving
 from trainer.records import Batch, KeysValues, LastState
 from trainer.target import Target
 from trainer.target_head import load_target_head
-from trainer.training.build import first_drafter, require_buildable
+from trainer.training.build import first_drafter, require_buildable, require_start
 from trainer.training.checkpoint import load_weights, trained
 
 STEPS, GAMMA = 3, 3.0
@@ -279,8 +280,9 @@ def test_tensors_of_another_assistant_are_refused(target: Target, tmp_path: Path
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.norm.weight"] = torch.ones(5)
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match="1 of its tensors differ in name or shape .*model.norm.weight"):
-        first_drafter(made, target, COUNTS)
+    for begin in (partial(require_start, made, target), partial(first_drafter, made, target, COUNTS)):
+        with pytest.raises(UserError, match="1 of its tensors differ in name or shape .*model.norm.weight"):
+            begin()
 
 
 @pytest.mark.parametrize(("settings", "said"), [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from slow_mtp import PREFIX, SlowMtp
 from tiny import copied, make_small, objective, small, states_of, uneven
 
 from trainer.architectures.mtp import Mtp
-from trainer.architectures.mtp_layouts import fused, split
+from trainer.architectures.mtp_layouts import LAYOUTS, fused, split
 from trainer.data.packing import collate
 from trainer.errors import UserError
 from trainer.export.base import Serving
@@ -22,7 +24,7 @@ from trainer.export.formats import FORMATS
 from trainer.records import Batch
 from trainer.target import Folder, Target
 from trainer.target_head import load_target_head
-from trainer.training.build import require_buildable
+from trainer.training.build import require_buildable, require_drafts
 
 STEPS, GAMMA = 4, 3.0
 
@@ -131,6 +133,10 @@ WRONG = {
     "quantised": ({"quantization_config": {"quant_method": "fp8"}}, {},
                   r"weights are quantised \(quantization_config in its config.json: fp8\)"),
     "another family": ({"model_type": "glm4_moe"}, {}, "drafter.start=random must be own: only a Llama or"),
+    "steps that vLLM refuses": (
+        {"model_type": "qwen3_5_text", "mtp_num_hidden_layers": 2}, {"start": "own", "steps": 3},
+        r"drafter.steps=3 must be at most 2 or a multiple of it, since vLLM takes no other draft length of a "
+        r"target with 2 MTP layers \(mtp_num_hidden_layers in its config.json\)"),
     "too many steps": ({"model_type": "glm4_moe", "num_nextn_predict_layers": 3}, {"start": "own"},
                        "drafter.steps=4 must be at most 3, the target's MTP modules")}
 
@@ -141,6 +147,42 @@ def test_targets_that_it_cannot_be_trained_for(case: str, target: Target, tmp_pa
     other = copied(target, tmp_path / "other", config=config)
     with pytest.raises(UserError, match=text):
         require_buildable(make_small("mtp", **settings), other, None)
+
+
+@pytest.mark.parametrize("kind", sorted(LAYOUTS))
+def test_draft_lengths_that_a_server_takes(kind: str, target: Target) -> None:
+    """Up to as many as there are MTP layers, and their multiples; a Llama or Qwen2 gets a single one."""
+    config = {**target.config, "model_type": kind, LAYOUTS[kind].count: 3}
+    settings = make_small("mtp", start="own").keywords
+    taken = [k for k in range(1, 10) if Mtp.served_problem(config, k, **settings) is None]
+    assert taken == ([*range(1, 10)] if kind in ("llama", "qwen2") else [1, 2, 3, 6, 9])
+    del config[LAYOUTS[kind].count]
+    assert Mtp.served_problem(config, 5, **settings) is None
+
+
+def test_draft_lengths_that_no_server_takes_are_told_by_their_setting(target: Target, tmp_path: Path) -> None:
+    other = copied(target, tmp_path / "other",
+                   config={"model_type": "qwen3_5_text", "mtp_num_hidden_layers": 2})
+    made = make_small("mtp", start="own", steps=8)
+    require_drafts(made, other, {"evaluate.k.0": 2, "evaluate.k.1": 6})
+    with pytest.raises(UserError) as caught:
+        require_drafts(made, other, {"evaluate.k.0": 5, "evaluate.k.1": 4, "export.default_k": 7})
+    assert re.sub(" must be at most 2 or a multiple of it, since .*", "", str(caught.value)) == (
+        "evaluate.k.0=5\nexport.default_k=7")
+    require_drafts(make_small("dflash", block_size=9), other, {"evaluate.k.0": 5})
+
+
+@pytest.mark.parametrize("start", ["random", "copy"])
+def test_a_text_model_inside_a_multimodal_one_gets_no_new_module(target: Target, tmp_path: Path,
+                                                                 start: str) -> None:
+    other = copied(target, tmp_path / "other")
+    path = other.folder / "config.json"
+    text = json.loads(path.read_text())
+    path.write_text(json.dumps({"model_type": "llava", "text_config": text}))
+    with pytest.raises(UserError, match="cannot be trained with this drafter: its text part is nested in the "
+                                        "config.json of a multimodal model, .* as a MiMo; give a folder of"):
+        require_buildable(make_small("mtp", start=start), other, None)
+    require_buildable(make_small("dflash"), other, None)
 
 
 @pytest.mark.parametrize(("damage", "text"), [

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import make_small, random_samples, small, states_of, uneven
+from tiny import copied, make_small, random_samples, small, states_of, uneven
 
 from trainer.architectures.base import Drafter
 from trainer.errors import UserError
@@ -19,6 +19,12 @@ from trainer.target import Target
 from trainer.training.build import build_drafter, first_drafter, require_start, start_facts
 
 COUNTS = torch.arange(320).flip(0)
+OLD = {"original_max_position_embeddings": 128}
+ROPES = [{"rope_type": "default"}, {"rope_type": "linear", "factor": 2.0},
+         {"rope_type": "dynamic", "factor": 2.0},
+         {"rope_type": "yarn", "factor": 4.0, **OLD},
+         {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **OLD},
+         {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 4.0, **OLD}]
 
 
 def exported(drafter: Drafter, folder: Path, form: str = "native") -> str:
@@ -86,6 +92,15 @@ def test_a_drafter_of_the_same_method_brings_its_convolutions(tiny_target: Targe
         begun(tiny_target, "dflash", folder)
 
 
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["rope_type"])
+def test_what_fits_is_refused_of_no_target(tiny_target: Target, tmp_path: Path, rope: dict[str, Any]) -> None:
+    """Whatever its positions are; nothing has values when it is asked."""
+    target = copied(tiny_target, tmp_path / "target", config={"rope_parameters": {"rope_theta": 1e4, **rope}})
+    folder = exported(small(target, "dflash"), tmp_path / "given")
+    for name in ("dflash", "dflash2", "dspark"):
+        require_start(make_small(name, start_from=folder), target)
+
+
 @pytest.mark.parametrize(("settings", "said"), [
     ({"layers": 1}, "its num_hidden_layers is 2, and here it is 1; set drafter.layers to it"),
     ({"tap_layers": [1, 3]}, r"its tap_layers is \[1, 2\], and here it is \[1, 3\]; set drafter.tap_layers"),
@@ -123,7 +138,11 @@ def test_a_drafter_written_elsewhere_may_have_more(tiny_target: Target, given: A
     assert torch.equal(begun(tiny_target, "dflash", folder).fc.weight, given.fc.weight)
     del tensors["layers.1.self_attn.q_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=r"1 tensors of its backbone .* \(layers.1.self_attn.q_proj.weight\)"):
+    for name in ("dflash", "dflash2", "dspark"):  # before a run as well
+        with pytest.raises(UserError, match=r"drafter.start_from=.* cannot be begun with: 1 tensors of its "
+                                            r"backbone .* \(layers.1.self_attn.q_proj.weight\)"):
+            require_start(make_small(name, start_from=folder), tiny_target)
+    with pytest.raises(UserError, match="1 tensors of its backbone"):
         begun(tiny_target, "dflash", folder)
     (tmp_path / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(UserError, match="of drafter.start_from cannot be read"):

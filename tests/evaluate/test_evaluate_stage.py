@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import dflash, engine, make_dflash, make_small, small, uneven, write_responses
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import copied, dflash, engine, make_dflash, make_small, small, uneven, write_responses
 from vllm_support import small_server
 
 from trainer._paths import find
@@ -22,7 +25,7 @@ from trainer.errors import GateFailed, UserError
 from trainer.evaluate.decode import decode
 from trainer.evaluate.rows import Tally, in_process, served
 from trainer.evaluate.serving import Measurement, acceptance
-from trainer.evaluate.stage import Evaluate
+from trainer.evaluate.stage import Evaluate, agreement_gates
 from trainer.export.formats import FORMATS, Serving
 from trainer.records import Sample, Sampling
 from trainer.target import Target
@@ -129,6 +132,16 @@ def test_settings_that_need_each_other(tiny_target: Target) -> None:
         "evaluate.confidence": "must be null, since this drafter does not say how likely its tokens are "
                                "accepted, but is 0.4"}
     assert judged(stage(tiny_target, drafter=make_small("dspark"), confidence=0.4)) == {}
+
+
+def test_draft_lengths_that_the_server_refuses_are_told_before_it_is_started(tiny_target: Target,
+                                                                              tmp_path: Path) -> None:
+    other = copied(tiny_target, tmp_path / "other",
+                   config={"model_type": "qwen3_5_text", "mtp_num_hidden_layers": 2})
+    made = stage(other, drafter=make_small("mtp", start="own"), k=[2, 3, 4], server=small_server())
+    with pytest.raises(UserError, match=r"^evaluate\.k\.1=3 must be at most 2 or a multiple of it"):
+        made.preflight()
+    replace(made, server=None).preflight()
 
 
 def test_a_text_that_changes_with_the_drafter_stops_the_run(tiny_target: Target, inputs: dict[str, Path],
@@ -239,6 +252,42 @@ def test_a_speedup_is_claimed_of_accepted_drafts_and_enough_tokens(accepted: int
     assert row["speedup"] == speedup and (row["baseline_tok_s"], row["tok_s"]) == (10.0, speed)
     slow = served({}, 2, *pair, lossless=True, interpreted=True)
     assert slow == row | {"interpreted": True, "tok_s": None, "speedup": None}
+
+
+def counted(*rates: float) -> dict[str, Any]:
+    return {"num_speculative_tokens": len(rates), "per_position_acceptance": [*rates],
+            "mean_accepted_length": 1 + sum(rates)}
+
+
+def agreed(*pairs: tuple[dict[str, Any], dict[str, Any]]) -> dict[str, float]:
+    return {gate.name: gate.value for gate in agreement_gates([*pairs], 0.02) if gate.passed}
+
+
+LENGTH, POSITIONS = "served_accepted_length_gap", "served_acceptance_by_position_gap"
+
+
+def test_acceptance_at_other_positions_is_a_fault_though_the_length_is_the_same() -> None:
+    """More at the first position, less at the second, by a longer draft than the first one."""
+    fine, here = (counted(0.4), counted(0.4)), counted(0.4, 0.3, 0.1)
+    assert agreed(fine, (here, here)) == {LENGTH: 0.0, POSITIONS: 0.0}
+    moved = fine, (here, counted(0.47, 0.23, 0.1))
+    assert agreed(*moved) == {LENGTH: pytest.approx(0.0)}
+    [gate] = [gate for gate in agreement_gates([*moved], 0.02) if not gate.passed]
+    assert gate.name == POSITIONS and gate.value == pytest.approx(1.47 / 1.40 - 1)
+    assert "K=3, positions 1 to 1: 1.400 in process, 1.470 served" in gate.cause
+    assert agreed((here, counted(0.4, 0.25, 0.1))) == {}, "a loss at a later position is a loss of length"
+
+
+def test_a_position_that_is_hardly_reached_fires_no_gate() -> None:
+    """One acceptance of 300 drafts instead of two, which is half of the rate."""
+    assert agreed((counted(0.3, 0.05, 2 / 300), counted(0.3, 0.05, 1 / 300))).keys() == {LENGTH, POSITIONS}
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=15))
+def test_the_gate_by_position_holds_the_length_as_well(rates: list[tuple[float, float]]) -> None:
+    here, there = (counted(*each) for each in zip(*rates, strict=True))
+    length, positions = (gate.value for gate in agreement_gates([(here, there)], 0.02))
+    assert positions >= length - 1e-12
 
 
 def test_a_target_that_moved_since_the_export_is_named(tiny_target: Target, inputs: dict[str, Path],

@@ -66,7 +66,7 @@ def make_run(root: Path, rows: list[dict] | None = None, steps: int = 400) -> di
         if name == "hidden_states":
             record["gates"]["top1_agreement"] = make_gate(0.9987, 0.99, True)
         if name == "train":
-            record["best_step"] = 350
+            record |= {"before_training": 1.0172, "best_step": 350, "accepted_length": 1.4837}
         if name == "evaluate":
             record["gates"]["counters_agree"] = make_gate(0.035, 0.02, False, "<=")
         content = {"stage": name, "fingerprint": folder.name + "abcdef", "record": record, "settings": {},
@@ -151,6 +151,7 @@ def test_report_json_holds_rows_gates_training_and_stages(tmp_path: Path) -> Non
     assert report["serve_command"] == SERVE
     assert (report["training"]["steps"], report["training"]["best_step"]) == (400, 350)
     assert report["training"]["tokens"] == 123_456
+    assert (report["training"]["before_training"], report["training"]["accepted_length"]) == (1.0172, 1.4837)
     assert report["training"]["seconds"] == 12.5 * 4**3
     assert report["training"]["final"]["heldout_loss"] == make_entry(400)["heldout_loss"]
     assert report["stages"]["train"]["fingerprint"] == folders["train"].name + "abcdef"
@@ -179,7 +180,7 @@ def test_page_is_sound_loads_nothing_and_shows_the_numbers(tmp_path: Path) -> No
     for shown in (
         "dflash_smollm2", "1.52", "0.36", "1.21x", "heldout/math", "top1_agreement", "0.9987", "123,456",
         "torch", "1 of 2 gates failed", "the two counted <different> prompts", SERVE, "2.13.0", "Cumulative",
-        "K=3", "held out, decoded", "best step",
+        "K=3", "held out, decoded", "best step", "before training", "1.017", "1.484",
     ):  # fmt: skip
         assert shown in page.text, shown
 
@@ -346,6 +347,10 @@ def test_what_training_noticed_is_told() -> None:
     sound = {"steps": 70, "unmoved": [], "dominating": [], "final": final}
     sound["draft_vocabulary"] = {"covered": 0.99}
     assert of_training({"train": {"record": sound}}) == of_training({}) == []
+    better = {"before_training": 2.31, "accepted_length": 2.32}
+    assert of_training({"train": {"record": better}}) == []
+    [idle] = of_training({"train": {"record": better | {"accepted_length": 2.25}}})
+    assert re.search(r"brought nothing: .* at 2\.31 before the first step and at 2\.25 at the best one", idle)
 
 
 def test_acceptance_that_was_not_measured_while_training_leaves_a_trace() -> None:

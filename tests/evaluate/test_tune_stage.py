@@ -49,6 +49,12 @@ def test_the_exported_folders_are_tuned(inputs: dict[str, Path], tmp_path: Path,
     assert "dflash for org/target: K = 3" in out and "ngram for org/target: do not speculate" in out
 
 
+def test_a_length_that_no_server_takes_is_not_chosen(inputs: dict[str, Path], tmp_path: Path) -> None:
+    path = inputs["export"] / "export.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "possible_k": [1, 2]}))
+    assert Tune(make_small("dflash")).run(inputs, tmp_path)["k"] == 2
+
+
 @pytest.mark.parametrize("option", ["evaluate", "sweep"])
 def test_both_options_compose(option: str) -> None:
     configuration = compose_configuration(["recipe=smoke", f"tune={option}"], find())

@@ -56,7 +56,8 @@ def test_the_folders_are_complete(tiny_target: Target, inputs: dict[str, Path], 
                                                                   "README.md",
                                                                  "speculator.json"}
         facts = json.loads((out / form / "speculator.json").read_text())
-        assert facts == {"method": "dflash", "needs_v2": False, "max_k": 7, "default_k": 3,
+        assert facts == {"method": "dflash", "needs_v2": False, "max_k": 7,
+                         "possible_k": [1, 2, 3, 4, 5, 6, 7], "default_k": 3,
                          "target": str(tiny_target.folder),
                          "target_identity": tiny_target.identity, "template_hash": tiny_target.template_hash,
                          "trained_modes": ["chat"], "formats": ["speculators", "native"]}

@@ -257,11 +257,24 @@ def test_a_tuned_drafter_drafts_by_its_schedule_unless_told_otherwise(k: int | N
     exported = tmp_path / "export"
     exported.mkdir()
     (exported / "export.json").write_text(json.dumps({
-        "method": "dflash", "formats": ["native"], "default_k": 2, "target": "Qwen/Qwen3.5-27B",
+        "method": "dflash", "formats": ["native"], "default_k": 2, "max_k": 5, "target": "Qwen/Qwen3.5-27B",
         "num_speculative_tokens_per_batch_size": [[1, 8, 5], [9, 16, 2]]}))
     made = stage("qwen3_5_27b", speculator="trained", k=k)
     found = parts(line(made, tmp_path / "out", export=exported))["flags"]["--speculative-config"]
     assert found == {"method": "dflash", "model": f"{exported}/native", **expected}
+
+
+def test_a_draft_length_that_no_server_takes_is_said(tmp_path: Path) -> None:
+    """What the target's config.json decides stands in the exported folder; the target is not looked at."""
+    facts = {"method": "mtp", "formats": ["stitched"], "default_k": 2, "max_k": 4, "possible_k": [1, 2, 4],
+             "target": "Qwen/Qwen3.5-27B"}
+    (tmp_path / "export.json").write_text(json.dumps(facts))
+    made = replace(stage("qwen3_5_27b", speculator="trained", k=3), drafter=partial(Mtp, steps=4))
+    assert made.check({}) == {}
+    with pytest.raises(UserError, match="serve_command.k=3 is a draft length that no server takes of the "
+                                        "drafter in .*; set it to one of 1, 2, 4"):
+        made.run({"export": tmp_path}, tmp_path)
+    replace(made, k=4).run({"export": tmp_path}, tmp_path)
 
 
 def test_a_target_that_is_a_folder_is_served_from_there(tiny_target: Any, tmp_path: Path) -> None:

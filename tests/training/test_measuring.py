@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,9 +39,6 @@ class Told(Measuring):
     def usable(self, samples: Any) -> list[Any]:
         return samples[:2]
 
-    def rehearse(self, *given: Any) -> None:
-        return
-
     def measure(self, *given: Any) -> Measured:
         length = self.lengths.pop(0)
         gap = 0.0 if length > 0 else 0.3
@@ -53,10 +51,11 @@ class Told(Measuring):
 def test_the_best_step_is_kept_and_taken(target: Target, inputs: dict[str, Path], tmp_path: Path,
                                          lengths: tuple[float, ...], best: int,
                                          capsys: pytest.CaptureFixture[str]) -> None:
-    """Measured after steps 3, 6, 9, 12 and 13; of equal ones the later counts. Two checkpoints are kept
-    beside."""
-    record = run(stage(target, acceptance=Told(*lengths)), inputs, tmp_path / "out")
+    """Measured after steps 3, 6, 9, 12 and 13; of equal ones the later counts, and what was there before the
+    first never does, though it accepts more. Two checkpoints are kept beside."""
+    record = run(stage(target, acceptance=Told(1.9, *lengths)), inputs, tmp_path / "out")
     assert (record["best_step"], record["accepted_length"]) == (best, max(lengths))
+    assert record["before_training"] == 1.9
     assert record["gates"]["measured_acceptance_gap"]["passed"]
     folders = {path.name for path in (tmp_path / "out/checkpoints").iterdir()}
     assert folders == {"step_000012", "step_000013", f"step_{best:06d}"}
@@ -64,7 +63,7 @@ def test_the_best_step_is_kept_and_taken(target: Target, inputs: dict[str, Path]
                   for folder in (f"checkpoints/step_{best:06d}", "."))
     assert all(torch.equal(kept[name], left[name]) for name in kept)
     assert (f"step {best} is taken, not the last" in capsys.readouterr().out) == (best != 13)
-    assert [line["measured"] for line in log_of(tmp_path / "out") if "measured" in line] == [*lengths]
+    assert [line["measured"] for line in log_of(tmp_path / "out") if "measured" in line] == [1.9, *lengths]
 
 
 def test_measuring_changes_no_step(target: Target, inputs: dict[str, Path], tmp_path: Path) -> None:
@@ -74,8 +73,22 @@ def test_measuring_changes_no_step(target: Target, inputs: dict[str, Path], tmp_
     last = tmp_path / "on/checkpoints/step_000013/weights.safetensors"
     one, two = load_file(tmp_path / "off/weights.safetensors"), load_file(last)
     assert all(torch.equal(one[name], two[name]) for name in one)
-    off, on = ([(line["step"], line["loss"]) for line in log_of(tmp_path / name)] for name in ("off", "on"))
+    off, on = ([(line["step"], line["loss"]) for line in log_of(tmp_path / name) if line["step"]]
+               for name in ("off", "on"))
     assert off == on
+
+
+def test_what_was_there_before_is_what_a_fresh_drafter_accepts(target: Target, inputs: dict[str, Path],
+                                                               tmp_path: Path) -> None:
+    """The same figure as of a run without a step that moves anything; a gap of it stops nothing."""
+    measured = acceptance(6, prompts=2, max_new_tokens=8)
+    still = partial(torch.optim.AdamW, lr=0.0, weight_decay=0.0)
+    made = replace(stage(target, acceptance=measured, steps=1), optimizer=still)
+    record = run(made, inputs, tmp_path / "still")
+    assert record["before_training"] == record["accepted_length"]
+    first = log_of(tmp_path / "still")[0]
+    assert first["step"] == 0 and first["measured"] == record["before_training"] and "loss" not in first
+    assert run(stage(target, acceptance=Told(-1.0, 1.2), steps=2), inputs, tmp_path / "gap")["best_step"] == 2
 
 
 def test_stopped_again_and_again_it_ends_with_the_same_best_step(target: Target, inputs: dict[str, Path],
@@ -97,7 +110,7 @@ def test_stopped_again_and_again_it_ends_with_the_same_best_step(target: Target,
         {key: record[key] for key in record if key not in ignored}
     assert record["best_step"] in (5, 10, 13)
     measured_at = [line["step"] for line in log_of(tmp_path / "whole") if "measured" in line]
-    assert measured_at == [5, 10, 13]
+    assert measured_at == [0, 5, 10, 13]
     assert not (tmp_path / "parts/measured").exists()
 
 
@@ -110,7 +123,7 @@ class Misled(DFlash):
 
 def test_a_gap_stops_the_run_and_stands_in_the_log(target: Target, inputs: dict[str, Path],
                                                    tmp_path: Path) -> None:
-    for lengths in (1.1, 1.2, -1.0), (-1.0,):  # the same command again goes on, to the same end
+    for lengths in (1.0, 1.1, 1.2, -1.0), (-1.0,):  # the same command again goes on, to the same end
         with pytest.raises(GateFailed, match="measured_acceptance_gap failed: 0.3, .*the test says so"):
             run(stage(target, acceptance=Told(*lengths)), inputs, tmp_path / "out")
         assert log_of(tmp_path / "out")[-1]["measured"] == -1.0
@@ -144,7 +157,7 @@ def test_without_held_out_samples_nothing_is_measured(target: Target, inputs: di
 
 def test_best_weights_that_were_damaged_are_told(target: Target, inputs: dict[str, Path],
                                                  tmp_path: Path) -> None:
-    made = stage(target, acceptance=Told(1.1, 1.6, 1.3, 1.2, 1.5))
+    made = stage(target, acceptance=Told(1.0, 1.1, 1.6, 1.3, 1.2, 1.5))
     run(made, inputs, tmp_path / "out")
     path = tmp_path / "out/checkpoints/step_000006/weights.safetensors"
     path.write_bytes(path.read_bytes()[:-8])

@@ -4,8 +4,8 @@ step.
 All in one process of vLLM's interpreter. Where its build for CPUs can compute the whole target in float32
 (all but the gated delta nets of Qwen), the target's class also tells which state the module is fed with:
 before the final norm or behind it. The classes of Qwen3.5 cannot be imported without torchvision, which that
-build goes without, and it gives a GLM-4.7-Flash, whose latent attention has unscaled positions, other states
-than transformers does: `test_mtp_families.py` compares these families with transformers.
+build goes without: `test_mtp_families.py` compares these families with transformers. A server of that build
+turns latent attention with unscaled positions (GLM-4.7-Flash) wrongly, see the worker.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from trainer.training.build import build_drafter
 
 pytestmark = pytest.mark.vllm
 STEPS = 4
-CLASSES = {"mimo": "MiMoMTP", "glm4_moe": "Glm4MoeMTP", "deepseek_v3": "DeepSeekMTP",
-           "two_modules": "DeepSeekMTP", "qwen3_next": "Qwen3NextMTP"}
+CLASSES = {"mimo": "MiMoMTP", "glm4_moe": "Glm4MoeMTP", "glm4_moe_lite": "Glm4MoeLiteMTP",
+           "deepseek_v3": "DeepSeekMTP", "two_modules": "DeepSeekMTP", "qwen3_next": "Qwen3NextMTP"}
+WIDER = {"glm4_moe_lite": 1.5e-4}  # 1.2e-4 was seen, at the first step as at the later ones
 WHOLE = [name for name in CLASSES if name != "qwen3_next"]  # of that target only the module is computed there
 
 
@@ -76,7 +77,7 @@ def test_logits_of_every_step_are_ours(made: dict[str, Any], name: str) -> None:
     expected, found = made["ours"][name], made["found"][f"{name}.logits"]
     assert made["results"][name]["class"] == CLASSES[name]
     assert 1 < expected.abs().max() < 500, "the bound below is meant for logits of this scale"
-    assert difference(found, expected) <= TOLERANCE
+    assert difference(found, expected) <= WIDER.get(name, TOLERANCE)
     assert torch.equal(found.argmax(-1), expected.argmax(-1))
 
 

@@ -128,6 +128,11 @@ class Drafter(nn.Module, ABC):
         return 1
 
     @classmethod
+    def served_problem(cls, config: dict[str, Any], k: int, **settings: Any) -> str | None:
+        """Why no server has it draft `k` tokens, which it can, for a target with this (text) config."""
+        return None
+
+    @classmethod
     def check(cls, **settings: Any) -> dict[str, str]:
         """By setting what is wrong with those that are right one by one, taken together."""
         return {}
@@ -158,6 +163,11 @@ class Drafter(nn.Module, ABC):
     @classmethod
     def own_problem(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> str | None:
         """Why it cannot begin with those of the target, given without their values (device meta)."""
+        return None
+
+    @classmethod
+    def nested_problem(cls, **settings: Any) -> str | None:
+        """Why it cannot be served with a target whose text part is nested in its config.json."""
         return None
 
     @classmethod

@@ -60,7 +60,7 @@ class Gemma4Assistant(Anchored):
     """`layer_types` are the kinds of its layers, `hidden_size`, `heads` and `intermediate_size` its own.
     `num_centroids` clusters of the vocabulary (null: none, every token has a logit), of which
     `centroid_top_k` are scored; `centroid_weight` is that of the loss by which they learn. `start_from` is
-    the folder of an assistant. Without a `seed` nothing is begun with: the tensors are filled in."""
+    the folder of an assistant. With it, or without a `seed`, nothing is drawn: the tensors are filled in."""
 
     method = "mtp"
     formats = ("native",)
@@ -92,7 +92,7 @@ class Gemma4Assistant(Anchored):
             self.rotary = nn.ModuleDict({kind: Rotary(size, shape["rope_parameters"][kind],
                                                       shape["max_position_embeddings"])
                                          for kind, (_, size) in self.kinds.items()})
-            if seed is not None:
+            if seed is not None and start_from is None:
                 self._start()
         self.extra_terms = () if self.masked_embedding is None else ("centroids",)
 

@@ -84,7 +84,8 @@ def _scaled_frequencies(kind: str, head_dim: int, parameters: Mapping[str, Any],
     try:
         config = Qwen3Config(head_dim=head_dim, rope_parameters=dict(parameters),
                              max_position_embeddings=max_positions)
-        return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        with torch.device("cpu"):  # some parts are made where nothing says, which may be the device meta
+            return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"the target's rope_parameters {dict(parameters)} cannot be used for rope_type "
                          f"{kind} ({type(error).__name__}: {error}); mend its config.json") from error

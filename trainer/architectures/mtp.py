@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from trainer.architectures.anchored import Anchored
 from trainer.architectures.base import DraftContext, Exported
 from trainer.architectures.losses import CrossEntropy, Objective
-from trainer.architectures.mtp_layouts import MIMO, fused, layout_of, served_as, split, unlike_mimo
+from trainer.architectures.mtp_layouts import LAYOUTS, MIMO, fused, layout_of, served_as, split, unlike_mimo
 from trainer.architectures.mtp_module import Module, Pairs
 from trainer.ranges import Count, Layers, Seed
 from trainer.records import Batch
@@ -118,6 +118,8 @@ class Mtp(Anchored):
         if 1 < (count := layout.modules(config)) < settings["steps"]:
             found["steps"] = (f"must be at most {count}, the target's MTP modules ({layout.count} in its "
                               "config.json), of which each drafts one token")
+        elif problem := cls.served_problem(config, settings["steps"], **settings):
+            found["steps"] = problem
         if settings["start"] == "own":
             return found
         if layout is not MIMO:
@@ -127,6 +129,22 @@ class Mtp(Anchored):
             raise ValueError(f"the target cannot be served with a new MTP module, in the layout of MiMo, as "
                              f"its config.json says {unlike}; set drafter=eagle3 or drafter=dflash")
         return found
+
+    @classmethod
+    def served_problem(cls, config: dict[str, Any], k: int, **settings: Any) -> str | None:
+        layout = LAYOUTS.get(config.get("model_type"))
+        count = {**config, **served_as(config)[0]}.get(layout.count) or 1 if layout else 1
+        if k <= count or k % count == 0:
+            return None
+        return (f"must be at most {count} or a multiple of it, since vLLM takes no other draft length of a "
+                f"target with {count} MTP layers ({layout.count} in its config.json)")
+
+    @classmethod
+    def nested_problem(cls, **settings: Any) -> str | None:
+        return None if settings["start"] == "own" else (
+            "its text part is nested in the config.json of a multimodal model, and a new MTP module can only "
+            "be served inside a text model, as a MiMo; give a folder of the text model alone, or set "
+            "drafter=eagle3 or drafter=dflash")
 
     @classmethod
     def own_problem(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> str | None:

@@ -3,6 +3,7 @@ left out on the way. One sentence for each engine and kind of doubt, however man
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -112,6 +113,11 @@ def of_training(finished: dict[str, dict]) -> list[str]:
     if vocabulary["covered"] < COVERED:
         found.append(f"The draft vocabulary covers {vocabulary['covered']:.1%} of the tokens that were "
                      "trained on, and no other token can be drafted; raise drafter.draft_vocab_size.")
+    if record.get("accepted_length", math.inf) <= record.get("before_training", 0.0):
+        found.append(f"Training brought nothing: held-out prompts were accepted at "
+                     f"{record['before_training']:.2f} before the first step and at "
+                     f"{record['accepted_length']:.2f} at the best one; lower optimizer.lr, or give more "
+                     "prompts (prompts.limit) and steps.")
     if last.get("overfits"):
         found.append(f"The drafter knows its training samples by heart: along stored answers its accepted "
                      f"length is {last['train_walk']:.2f} on those and {last['heldout_walk']:.2f} on others; "

@@ -120,6 +120,8 @@ def _facts(report: dict) -> list[tuple[str, str]]:
     facts = [
         ("training time", duration(training["seconds"]) if "seconds" in training else None),
         ("steps", compact(training["steps"]) if "steps" in training else None),
+        ("accepted length before training", number(training.get("before_training"), 3)),
+        ("at the best step", number(training.get("accepted_length"), 3)),
         ("best step", compact(training["best_step"]) if "best_step" in training else None),
         ("tokens", compact(training["tokens"]) if "tokens" in training else None),
         ("final loss", number(final["loss"], 3) if "loss" in final else None),

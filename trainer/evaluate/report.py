@@ -172,8 +172,8 @@ def summarise_training(log: list[dict], finished: dict | None) -> dict:
     if finished is None:
         return {}
     summary = {"seconds": finished["record"].get("seconds", finished["seconds"])}
-    if "best_step" in finished["record"]:
-        summary["best_step"] = finished["record"]["best_step"]
+    known = ("before_training", "best_step", "accepted_length")
+    summary |= {key: finished["record"][key] for key in known if key in finished["record"]}
     if log:
         summary["steps"] = log[-1]["step"]
         summary["final"] = {

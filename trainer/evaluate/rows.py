@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from trainer.evaluate.decode import Counts, Decoded, Selection
@@ -74,3 +75,13 @@ def speeds(plain: float, drafted: float, output_tokens: int, accepted_length: fl
     told = output_tokens >= FEW_TOKENS and not interpreted and (accepted_length >= NEAR_ONE or speedup < 1)
     return {"baseline_tok_s": round(plain, 2), "interpreted": interpreted,
             "tok_s": None if interpreted else round(drafted, 2), "speedup": speedup if told else None}
+
+
+def position_gaps(here: dict[str, Any], there: dict[str, Any]) -> list[tuple[float, str]]:
+    """For each position the relative gap of the accepted length up to it, 1 + p_1 + ... + p_j, of the row
+    `there` to that of `here`, and what was compared, in words. A position that is hardly reached counts as
+    little as it adds to the length; of a rate alone, one draft more would be a large share."""
+    lengths = zip(*(accumulate(row["per_position_acceptance"], initial=1.0) for row in (here, there)),
+                  strict=True)
+    return [(abs(other / own - 1), f"K={here['num_speculative_tokens']}, positions 1 to {place}: {own:.3f} "
+             f"in process, {other:.3f} served") for place, (own, other) in enumerate(lengths) if place]

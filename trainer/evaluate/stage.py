@@ -33,7 +33,7 @@ from trainer.ranges import Amount, Count, Distinct, Dtype, Filled, NotNegative, 
 from trainer.records import Completion, Sampling
 from trainer.target import Target
 from trainer.target_head import load_target_head
-from trainer.training.build import MakeDrafter, draft_problem
+from trainer.training.build import MakeDrafter, draft_problem, require_drafts
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,8 @@ class Evaluate(Stage):
         self.engine.preflight()
         self.target.require_length(self.engine.max_length, "evaluate.engine.max_length")
         if self.server is not None:
+            require_drafts(self.drafter, self.target, {f"evaluate.k.{place}": k
+                                                       for place, k in enumerate(self.k)})
             if self.server.url is None:
                 self.target.require_length(self.server.longest(), "engine.max_model_len")
             self.server.preflight()
@@ -116,7 +118,7 @@ class Evaluate(Stage):
             selections.append(Selection(self.confidence, facts["confidence"]["temperatures"]))
         found, gates = self._in_process(drafter, questions, base, selections)
         if self.server is not None:
-            here = {row["num_speculative_tokens"]: row["mean_accepted_length"] for row in found
+            here = {row["num_speculative_tokens"]: row for row in found
                     if row["dataset"] == "heldout" and row["engine"] == "in_process"}
             served, more = self._served(folder, drafter, questions, base, here, out)
             found, gates = found + served, gates + more
@@ -180,20 +182,17 @@ class Evaluate(Stage):
                  "process: verification or the rewind of the target's cache is wrong")]
 
     def _served(self, folder: Path, drafter: Drafter, questions: list[Question], base: dict[str, Any],
-                expected: dict[int, float], out: Path) -> tuple[list[dict[str, Any]], list[Gate]]:
-        """`expected` are the accepted lengths in this process by K."""
+                expected: dict[int, dict[str, Any]], out: Path) -> tuple[list[dict[str, Any]], list[Gate]]:
+        """`expected` are the rows of this process by K."""
         found, differing = [], 0
         prompts = [prompt for _, _, prompt in questions]
         for k, plain, drafted, interpreted in self._measured(folder, drafter, prompts, out):
             result = compare(plain, drafted)
             differing = max(differing, result.differing)
             found.append(rows.served(base, k, plain, drafted, result.lossless, interpreted))
-        gap = max(abs(row["mean_accepted_length"] / expected[row["num_speculative_tokens"]] - 1)
-                  for row in found)
         return found, [
-            Gate("served_accepted_length_gap", gap, self.agreement, "<=", "the server accepts another "
-                 "number of tokens than this process from the same folder: layer ids, mask token, rope or "
-                 "causality are read differently"),
+            *agreement_gates([(expected[row["num_speculative_tokens"]], row) for row in found],
+                             self.agreement),
             Gate("served_lossless", differing, 0, "<=", "the server's text changes with the drafter: its "
                  "verification or attention for several query rows is wrong (compare in float32, other "
                  "attention backends)")]
@@ -238,6 +237,21 @@ class Evaluate(Stage):
             return described.serve(self.target.folder, log)
         model, speculator = FORMATS[self.format].served(folder, self.target.folder)
         return described.serve(model, log, speculator, drafter.method, k, drafter.needs_v2)
+
+
+def agreement_gates(pairs: list[tuple[dict[str, Any], dict[str, Any]]], bound: float) -> list[Gate]:
+    """Whether the server accepts as this process does: `pairs` are rows of both of the same drafts, whose
+    texts are equal, so that only drafts which the end of an answer cuts short can part them."""
+    gap = max(abs(there["mean_accepted_length"] / here["mean_accepted_length"] - 1) for here, there in pairs)
+    worst, compared = max(each for pair in pairs for each in rows.position_gaps(*pair))
+    return [
+        Gate("served_accepted_length_gap", gap, bound, "<=", "the server accepts another number of tokens "
+             "than this process from the same folder: layer ids, mask token, rope or causality are read "
+             "differently"),
+        Gate("served_acceptance_by_position_gap", worst, bound, "<=", "the server accepts at other positions "
+             f"of a draft than this process ({compared}): at the first one the target's states or the "
+             "folder are read differently, behind it what a step hands to the next (state, token, position, "
+             "keys of the draft)")]
 
 
 def _plain(engine: TargetEngine, questions: list[Question], sampling: Sampling) -> list[Completion]:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from trainer.evaluate.traffic import drafter_of, read_rows, tune
 from trainer.evaluate.tuning_table import print_tuning
-from trainer.export.tuned import write_tuned
+from trainer.export.tuned import possible_lengths, write_tuned
 from trainer.pipeline import Stage
 from trainer.training.build import MakeDrafter, draft_problem
 
@@ -30,7 +30,7 @@ class Tune(Stage):
 
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
         exported = json.loads((inputs["export"] / "export.json").read_text())
-        possible = [k for k in range(1, exported["max_k"] + 1) if draft_problem(self.drafter, k) is None]
+        possible = [k for k in possible_lengths(exported) if draft_problem(self.drafter, k) is None]
 
         def lengths(method: str, longest: int) -> Sequence[int]:
             return possible if method == exported["method"] else range(1, longest + 1)

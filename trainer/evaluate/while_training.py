@@ -25,7 +25,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -59,9 +59,9 @@ class AcceptanceRuntime:
 
 @dataclass(frozen=True)
 class Acceptance(Measuring):
-    """Every `every` steps (null: never) and after the last, with `prompts` held-out prompts, answers of up to
-    `max_new_tokens` and drafts of `k` (null: the longest), from a folder in `dtype`. A relative gap above
-    `tolerance` stops the run."""
+    """Before the first step, every `every` steps (null: never) and after the last, with `prompts` held-out
+    prompts, answers of up to `max_new_tokens` and drafts of `k` (null: the longest), from a folder in
+    `dtype`. A relative gap above `tolerance` stops the run."""
 
     every: Count | None
     prompts: Count
@@ -90,10 +90,6 @@ class Acceptance(Measuring):
         """`prompts` of those that have a prompt and room for an answer, spread over all."""
         fitting = [sample for sample in samples if 1 <= _prompt(sample) <= self.engine.max_length - 2]
         return spread(fitting, self.prompts, lambda sample: sample.category)
-
-    def rehearse(self, drafter: Drafter, target: Target, heldout: Sequence[Sample], states: States,
-                 folder: Path) -> None:
-        replace(self, prompts=1, max_new_tokens=2).measure(drafter, target, heldout, heldout, states, folder)
 
     @torch.no_grad()
     def measure(self, drafter: Drafter, target: Target, heldout: Sequence[Sample],

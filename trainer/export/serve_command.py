@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal
 from trainer.errors import UserError
 from trainer.export.formats import FORMATS
 from trainer.export.serve_line import SCHEDULE, draft_lengths, serve_line, speculation
+from trainer.export.tuned import possible_lengths
 from trainer.pipeline import Stage
 from trainer.ranges import Count, Text
 from trainer.target import Target
@@ -154,6 +155,9 @@ class ServeCommand(Stage):
         if form is None:
             raise UserError(f"{folder} has the changes to the target alone, which no server loads; put "
                             "stitched among export.formats, or apply them with tools/apply_mtp.py")
+        if self.k is not None and self.k not in (possible := possible_lengths(facts)):
+            raise UserError(f"serve_command.k={self.k} is a draft length that no server takes of the drafter "
+                            f"in {folder}; set it to one of {', '.join(map(str, possible))}")
         model, drafter = FORMATS[form].served(folder / form, facts["target"])
         draft = speculation(facts["method"], drafter, facts["default_k"])
         return str(model), {**draft, **draft_lengths(facts)}

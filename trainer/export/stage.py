@@ -27,7 +27,7 @@ from trainer.pipeline import Stage
 from trainer.ranges import AtLeast, Count, Distinct, Dtype, Filled
 from trainer.target import Target
 from trainer.target_head import load_target_head
-from trainer.training.build import MakeDrafter, draft_problem, load_trained
+from trainer.training.build import MakeDrafter, draft_problem, load_trained, require_drafts
 
 Probe = tuple[tuple[int, ...], torch.Tensor]  # a sample's tokens and taps
 ROUNDING = 32.0  # steps of the dtype, relative to the logits; trained drafters were moved by 1 to 5
@@ -64,6 +64,9 @@ class Export(Stage):
     def external(self) -> dict[str, Any]:
         return self.target.facts
 
+    def preflight(self) -> None:
+        require_drafts(self.drafter, self.target, {"export.default_k": self.default_k})
+
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
         drafter = load_trained(self.drafter, self.target, inputs["train"])
         dtype = getattr(torch, self.dtype)
@@ -75,9 +78,9 @@ class Export(Stage):
         serving = Serving(name, self.target.config.get("architectures") or self._architectures(),
                           self.default_k, self.target.folder)
         facts = {"method": drafter.method, "needs_v2": drafter.needs_v2, "max_k": drafter.max_k,
-                 "default_k": self.default_k, "target": name, "target_identity": self.target.identity,
-                 "template_hash": self.target.template_hash, "trained_modes": self.trained_modes,
-                 "formats": self.formats}
+                 "possible_k": self._possible(drafter.max_k), "default_k": self.default_k, "target": name,
+                 "target_identity": self.target.identity, "template_hash": self.target.template_hash,
+                 "trained_modes": self.trained_modes, "formats": self.formats}
         with closing(self.source(folder=inputs["hidden_states"], layers=drafter.tap_layers)) as source:
             probes = [(sample.tokens, source.get(sample).taps.float())
                       for sample in read_samples(inputs["responses"], "train")[:self.probe_rows]]
@@ -118,6 +121,11 @@ class Export(Stage):
                   f"prefix's survival on {found['judged_on']} others {found['error_before']:.4f} before, "
                   f"{found['error_after']:.4f} after", flush=True)
         return found
+
+    def _possible(self, longest: int) -> list[int]:
+        """The draft lengths with which the drafter can be served."""
+        return [k for k in range(1, longest + 1)
+                if draft_problem(self.drafter, k, self.target.config) is None]
 
     def _architectures(self) -> list[str]:
         return json.loads((self.target.folder / "config.json").read_text()).get("architectures", [])

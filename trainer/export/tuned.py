@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,12 @@ def exported_facts(folder: Path) -> dict[str, Any]:
     """What an exported folder says of its drafter: of a finished stage `export`, or of one of its formats."""
     whole = folder / "export.json"
     return _read(whole if whole.is_file() else folder / "speculator.json")
+
+
+def possible_lengths(facts: dict[str, Any]) -> Sequence[int]:
+    """The draft lengths that a server takes of the drafter; all up to its longest where the folder is older
+    than what it says of them."""
+    return facts.get("possible_k") or range(1, facts["max_k"] + 1)
 
 
 def write_tuned(folder: Path, tuned: dict[str, Any]) -> None:

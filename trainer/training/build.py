@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -50,6 +50,8 @@ def require_buildable(make: MakeDrafter, target: Target, device: str | None) -> 
     except ValueError as error:
         raise UserError(str(error)) from error
     head_names(target.folder, target.config)
+    if target.nested and (problem := make.func.nested_problem(**make.keywords)):
+        raise UserError(f"{target.name} ({target.folder}) cannot be trained with this drafter: {problem}")
     if found:
         raise Several([f"drafter.{name}={make.keywords[name]} {text}" for name, text in found.items()])
     if make.func.own_prefixes(target.config, **make.keywords):
@@ -70,10 +72,7 @@ def first_drafter(make: MakeDrafter, target: Target, counts: Tensor) -> tuple[Dr
     drafter, folder = build_drafter(make, target, counts), initial_folder(make)
     if folder is not None:
         require_start(make, target)
-        try:
-            drafter.begin_with(_weights(folder))
-        except ValueError as error:
-            raise UserError(f"drafter.start_from={folder} cannot be begun with: {error}") from error
+        _begin(drafter, folder)
         print(f"train: begins with the drafter in {folder}", flush=True)
     covered = drafter.coverage(counts)
     if covered is None:
@@ -114,7 +113,8 @@ def _found_folder(make: MakeDrafter) -> Path | None:
 
 
 def require_start(make: MakeDrafter, target: Target) -> None:
-    """Raises unless the drafter can begin with that in its `start_from`, where that is set."""
+    """Raises unless the drafter can begin with that in its `start_from`, where that is set: its config fits,
+    and one without values (on the device meta) takes all of its tensors."""
     folder = _found_folder(make)
     if folder is None:
         return
@@ -126,7 +126,22 @@ def require_start(make: MakeDrafter, target: Target) -> None:
     problem = make.func.start_problem(given, target.config, target.mask_token_id, **make.keywords)
     if problem is not None:
         raise UserError(f"drafter.start_from={folder} cannot be begun with: {problem}")
-    _weights(folder)
+    head = load_target_head(target.folder, target.config, values=False)
+    settings = {name: None if name == "draft_vocab_size" else value  # which is chosen by values
+                for name, value in make.keywords.items()}
+    with torch.device("meta"):
+        counts = torch.zeros(head.vocab_size, dtype=torch.int64)
+        context = DraftContext(target.config, head, target.mask_token_id, counts, special_ids(target), {})
+        drafter = make.func(context=context, **settings)
+    _begin(drafter, folder)
+
+
+def _begin(drafter: Drafter, folder: Path) -> None:
+    weights = _weights(folder)
+    try:
+        drafter.begin_with(weights)
+    except ValueError as error:
+        raise UserError(f"drafter.start_from={folder} cannot be begun with: {error}") from error
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:
@@ -155,14 +170,22 @@ def own_names(make: MakeDrafter, target: Target) -> list[str]:
     return [name for name in tensor_names(target.folder) if name.startswith(prefixes)] if prefixes else []
 
 
-def draft_problem(make: MakeDrafter, k: int) -> str | None:
-    """Why the drafter cannot draft `k` tokens, for people; None when it can."""
+def draft_problem(make: MakeDrafter, k: int, config: dict[str, Any] | None = None) -> str | None:
+    """Why the drafter cannot draft `k` tokens or, with the (text) config of its target, no server has it do
+    so; for people, None when nothing is wrong."""
     shortest, longest = (ask(**make.keywords) for ask in (make.func.shortest_draft, make.func.longest_draft))
     if shortest <= k <= longest:
-        return None
+        return None if config is None else make.func.served_problem(config, k, **make.keywords)
     if shortest == longest:
         return f"must be {longest}, since this drafter is served with whole blocks alone, but is {k}"
     return f"must lie between {shortest} and {longest}, the longest draft of this drafter, but is {k}"
+
+
+def require_drafts(make: MakeDrafter, target: Target, lengths: Mapping[str, int]) -> None:
+    """Raises for all of these draft lengths, by setting, with which the drafter cannot be served."""
+    found = {key: draft_problem(make, k, target.config) for key, k in lengths.items()}
+    if problems := [f"{key}={lengths[key]} {text}" for key, text in found.items() if text is not None]:
+        raise Several(problems)
 
 
 def load_trained(make: MakeDrafter, target: Target, folder: Path) -> Drafter:

@@ -80,12 +80,6 @@ class Measuring(ABC):
         """Those of `samples` that it would take."""
 
     @abstractmethod
-    def rehearse(self, drafter: Drafter, target: Target, heldout: Sequence[Sample],
-                 states: Callable[[Sample], HiddenStates], folder: Path) -> None:
-        """Goes through a whole measurement as small as can be, so that what fails does so before the first
-        step."""
-
-    @abstractmethod
     def measure(self, drafter: Drafter, target: Target, heldout: Sequence[Sample],
                 training: Sequence[Sample], states: Callable[[Sample], HiddenStates],
                 folder: Path) -> Measured:
@@ -96,7 +90,12 @@ class Measuring(ABC):
 @dataclass
 class Measurements:
     """Those of one run; `best` is its best step so far, {"step": ..., "measured": ...}, None before the
-    first, `gates` those of the newest as JSON by name."""
+    first, `gates` those of the newest as JSON by name.
+
+    What was there before the first step is measured as well and never the best: with as few prompts a
+    difference to it is mostly chance, and whoever trains asked for trained weights. A run that does no better
+    says so. Nor is its gap judged: a fresh drafter's logits lie so close together that rounding alone may
+    change what it drafts."""
 
     measuring: Measuring
     drafter: Drafter
@@ -111,22 +110,28 @@ class Measurements:
     def due(self, step: int, steps: int) -> bool:
         return bool(self.heldout) and self.measuring.due(step, steps)
 
-    def begin(self, step: int, steps: int) -> None:
-        """Before the first step; nothing where a run goes on after `step`."""
+    def begin(self, step: int, steps: int) -> Measured | None:
+        """Before the first step, what the drafter accepts as it is, so that what fails does so now; None
+        where a run goes on after `step`, or nothing is measured."""
         if step:
-            return
+            return None
         if self.due(steps, steps):
-            self.measuring.rehearse(self.drafter, self.target, self.heldout, self.states, self.folder)
-        elif self.measuring.due(steps, steps):
+            return self._measure("before the first step")
+        if self.measuring.due(steps, steps):
             print("train: there is no held-out sample, or none that leaves room for an answer, so acceptance "
                   "is not measured, and the last step counts as the best", flush=True)
+        return None
 
     def take(self, step: int) -> Measured:
+        found = self._measure(f"step {step}")
+        measured = found.figures()["measured"]
+        if self.best is None or measured >= self.best["measured"]:
+            self.best = {"step": step, "measured": measured}
+        return found
+
+    def _measure(self, moment: str) -> Measured:
         began = time.perf_counter()
         found = self.measuring.measure(self.drafter, self.target, self.heldout, self.training, self.states,
                                        self.folder)
-        figures = found.figures()
-        if self.best is None or figures["measured"] >= self.best["measured"]:
-            self.best = {"step": step, "measured": figures["measured"]}
-        print(f"train: step {step}, {found.line()} (in {time.perf_counter() - began:.1f} s)", flush=True)
+        print(f"train: {moment}, {found.line()} (in {time.perf_counter() - began:.1f} s)", flush=True)
         return found

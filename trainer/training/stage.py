@@ -69,7 +69,7 @@ class TrainRuntime:
 class Train(Stage):
     """`tokens` is the length of a packed row, `accumulate` rows make a step, `steps` (null: from `epochs`)
     end the run. `heldout_every` steps the loss of the held-out samples is measured, when `acceptance` says so
-    what real decoding accepts."""
+    what real decoding accepts, also before the first step."""
 
     target: Target
     drafter: MakeDrafter
@@ -181,7 +181,7 @@ class Train(Stage):
                              "log": log.lines, "best": accepted.best, "gates": accepted.gates},
                             self.runtime.keep_checkpoints)
 
-        self._begin(accepted, source, step, steps)
+        self._begin(accepted, source, step, steps, log)
         with Progress("train", total=steps, unit="steps", start=step, warm_up=True) as bar, \
                 closing(Prefetch(rows.row, source.ahead, steps * self.accumulate)) as ready, source.in_use():
             try:
@@ -210,13 +210,16 @@ class Train(Stage):
                     save()  # the row that could not be had took no part in what was learnt so far
                 raise
         log.close()
-        best = _take_best(drafter, accepted, steps, out / "checkpoints")
+        best = _take_best(drafter, accepted, steps, out / "checkpoints", log.lines[0])
         return {"steps": steps, "tokens": watch.tokens, "train_seconds": round(watch.seconds, 1), **best,
                 **monitors.record(log.lines), "gates": accepted.gates, "final": log.lines[-1]}
 
-    def _begin(self, accepted: Measurements, source: HiddenStateSource, step: int, steps: int) -> None:
+    def _begin(self, accepted: Measurements, source: HiddenStateSource, step: int, steps: int,
+               log: Log) -> None:
         with source.in_use():
-            accepted.begin(step, steps)
+            measured = accepted.begin(step, steps)
+        if measured:
+            log.write({"step": 0, **measured.figures()})
         if self.compile and step < steps:
             print("train: compiling the drafter in the first step, half a minute or more without a word",
                   flush=True)
@@ -255,8 +258,10 @@ def _position(root: Path, drafter: Drafter, optimizer: torch.optim.Optimizer, st
     return position
 
 
-def _take_best(drafter: Drafter, accepted: Measurements, steps: int, root: Path) -> dict[str, Any]:
-    """Leaves the drafter of the best step; its number and what it accepted, for the record."""
+def _take_best(drafter: Drafter, accepted: Measurements, steps: int, root: Path,
+               first: dict[str, Any]) -> dict[str, Any]:
+    """Leaves the drafter of the best step; for the record its number and what it accepted, and before it what
+    was accepted before training, from the `first` line of the log."""
     best = accepted.best
     if best is None:
         return {}
@@ -264,7 +269,8 @@ def _take_best(drafter: Drafter, accepted: Measurements, steps: int, root: Path)
         print(f"train: step {best['step']} is taken, not the last, as it was measured best (accepted length "
               f"{best['measured']:.3f})", flush=True)
         checkpoint.load_best(root, best["step"], drafter)
-    return {"best_step": best["step"], "accepted_length": best["measured"]}
+    before = {} if first["step"] else {"before_training": first["measured"]}  # an older run has none
+    return {**before, "best_step": best["step"], "accepted_length": best["measured"]}
 
 
 def _trainable(samples: list[Sample], required: bool = True) -> list[Sample]:

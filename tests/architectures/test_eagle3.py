@@ -34,7 +34,7 @@ def slow_of(drafter: Eagle3, target: Target) -> SlowEagle3:
 @pytest.mark.parametrize("style", ["llama", "qwen3"])
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("flags", [(), ("norm_before_residual", "fc_norm", "norm_output"),
-                                   ("norm_before_fc",)])
+                                   ("norm_before_fc",), ("train_head",)])
 def test_training_and_drafting_have_the_logits_of_the_slow_decoder(target: Target, batch: Batch, style: str,
                                                                    layers: int,
                                                                    flags: tuple[str, ...]) -> None:
@@ -56,11 +56,12 @@ def test_every_flag_changes_the_drafts(target: Target, batch: Batch) -> None:
     assert all(not torch.allclose(one, two) for one, two in itertools.combinations(found, 2))
 
 
-@pytest.mark.parametrize("term", ["ce", "kl"])
-@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize(("term", "layers", "train_head"), [
+    ("ce", 1, False), ("ce", 2, False), ("kl", 1, False), ("kl", 2, False), ("kl", 1, True)])
 def test_sums_over_a_packed_row_are_those_of_the_slow_decoder(target: Target, batch: Batch, term: str,
-                                                              layers: int) -> None:
-    drafter = make(target, objective=term, draft_vocab_size=150, layers=layers)
+                                                              layers: int, train_head: bool) -> None:
+    """Of a head that is trained, too: the teacher's stays the target's."""
+    drafter = make(target, objective=term, draft_vocab_size=150, layers=layers, train_head=train_head)
     slow, head = slow_of(drafter, target), load_target_head(target.folder, target.config)
     expected = dict.fromkeys(("loss", "count", "accepted", "first", "blocks"), 0.0)
     for document, sample in enumerate(SAMPLES):
@@ -76,6 +77,29 @@ def test_sums_over_a_packed_row_are_those_of_the_slow_decoder(target: Target, ba
     found = {"loss": float(step.loss_sum.detach()), "count": float(step.count), "first": float(first.total),
              "accepted": float(length.total - length.count), "blocks": float(length.count)}
     assert found == pytest.approx(expected, rel=1e-4) and found["blocks"] == 17 + 6 + 12
+
+
+@pytest.mark.parametrize("rows", [150, None])
+def test_a_head_of_its_own(target: Target, batch: Batch, rows: int | None) -> None:
+    """It begins as the target's, is trained, and goes with the folder, a whole one as well."""
+    kept, trained = (small(target, "eagle3", layers=1, draft_vocab_size=rows, train_head=own)
+                     for own in (False, True))
+    head = load_target_head(target.folder, target.config)
+    assert torch.equal(kept.loss(batch).loss_sum, trained.loss(batch).loss_sum)
+    assert "lm_head.weight" not in kept.export().weights if rows is None else \
+        torch.equal(kept.export().weights["lm_head.weight"], trained.export().weights["lm_head.weight"].to(
+            kept.vocabulary.head.dtype))
+    trained.loss(batch).loss_sum.backward()
+    assert trained.vocabulary.head.grad.abs().sum() > 0 and "vocabulary.head" not in trained.export().weights
+    with torch.no_grad():
+        trained.vocabulary.head += 0.1 * torch.randn(trained.vocabulary.head.shape)
+    again = Eagle3.restore(trained.export(), "native", head)
+    contexts = [each.extend(each.new_context(), batch.tokens[:9].tolist(), batch.taps[:9])
+                for each in (trained.eval(), again)]
+    found = [each.draft_logits(context, 5, STEPS)
+             for each, context in zip((trained, again), contexts, strict=True)]
+    assert torch.equal(*found)
+    assert not torch.allclose(found[0], kept.draft_logits(contexts[0], 5, STEPS))
 
 
 def test_a_later_token_changes_nothing_before_it(target: Target, batch: Batch) -> None:

@@ -1,5 +1,5 @@
 """Stage `sweep` on joined servers, which are small HTTP servers with vLLM's counters: cells, rows, refusals.
-The same on real vLLM servers that it starts: tests/vllm/test_sweep.py."""
+The same on real vLLM servers that it starts: tests/vllm/test_sweep_served.py."""
 
 from __future__ import annotations
 

@@ -91,7 +91,8 @@ def test_the_same_weights_from_every_source(modes: Home) -> None:
     assert found[0] == found[2], "online is offline to the bit"
     sizes = {mode: sum(path.stat().st_size for path in stage(modes, mode, "hidden_states").glob("shard-*"))
              for mode in IN_FLIGHT}
-    assert sizes["online"] == 0 and 0 < sizes["hybrid"] <= sizes["offline"]
+    assert sizes["online"] == 0 and abs(sizes["hybrid"] - sizes["offline"]) < 4096, \
+        "every sample once, whichever is the last, which alone is not filled up to the alignment"
 
 
 @pytest.fixture

@@ -42,20 +42,21 @@ class Targets:
 
 
 class Anchored(Drafter):
-    """Holds the frozen head and the objective; a method gives hidden states by `drafted`, and may correct
+    """Holds the head and the objective; a method gives hidden states by `drafted`, and may correct
     `row_logits` or add `row_losses` of its own."""
 
     extra_terms: tuple[str, ...] = ()  # names of the columns that `row_losses` adds
     first_anchor: int = 0  # first position of a document that can be an anchor
 
     def __init__(self, context: DraftContext, tap_layers: Sequence[int], draft_vocab_size: int | None,
-                 objective: Objective, anchors: int | None, loss_chunk: int) -> None:
+                 objective: Objective, anchors: int | None, loss_chunk: int,
+                 train_head: bool = False) -> None:
         super().__init__()
         self.tap_layers = tuple(sorted(set(tap_layers)))
         self.objective, self.anchors, self.loss_chunk = objective, anchors, loss_chunk
         self.needs_last = objective.needs_teacher
         self.head = context.head
-        self.vocabulary = DraftVocabulary(context, draft_vocab_size)
+        self.vocabulary = DraftVocabulary(context, draft_vocab_size, train_head)
 
     def _start_norm(self, norm: RMSNorm, scale: float = QUIET) -> None:
         """Lets the last norm begin as `scale` times the target's, whose head reads it."""

@@ -45,7 +45,9 @@ class PairContext:
 class Eagle3(Anchored):
     """`steps` drafted tokens are trained. `style` is the layer's layout: `qwen3` norms queries and keys by
     head. EAGLE-3.1: `fc_norm` norms each tapped layer, `norm_output` feeds back the normed output;
-    `norm_before_fc` norms all of them together, `norm_before_residual` takes the residual behind the norm."""
+    `norm_before_fc` norms all of them together, `norm_before_residual` takes the residual behind the norm.
+    With `train_head` its head begins as the target's rows and is trained, as in EAGLE's own code (a server
+    reads it either way), instead of being kept."""
 
     method = "eagle3"
     first_anchor = 1  # its pair has the feature of the token before
@@ -54,8 +56,8 @@ class Eagle3(Anchored):
                  tap_layers: Layers, draft_vocab_size: Count | None, intermediate_size: Count | None,
                  style: Literal["llama", "qwen3"], norm_before_residual: bool, norm_before_fc: bool,
                  fc_norm: bool, norm_output: bool, objective: Objective, loss_chunk: Count,
-                 attention: BlockAttention, seed: Seed) -> None:
-        super().__init__(context, tap_layers, draft_vocab_size, objective, anchors, loss_chunk)
+                 attention: BlockAttention, seed: Seed, train_head: bool) -> None:
+        super().__init__(context, tap_layers, draft_vocab_size, objective, anchors, loss_chunk, train_head)
         self.max_k = self.steps = steps
         self.flags = {"norm_before_residual": norm_before_residual, "norm_before_fc": norm_before_fc,
                       "fc_norm": fc_norm, "norm_output": norm_output}
@@ -191,7 +193,8 @@ class Eagle3(Anchored):
         return torch.stack(found)
 
     def export(self) -> Exported:
-        weights = {name: parameter.detach() for name, parameter in self.named_parameters()}
+        weights = {name: parameter.detach() for name, parameter in self.named_parameters()
+                   if not name.startswith("vocabulary.")}
         taps = list(self.tap_layers)
         shared = {"draft_vocab_size": self.vocabulary.ids.numel(), "eagle_aux_hidden_state_layer_ids": taps,
                   **self.flags}
@@ -209,7 +212,8 @@ class Eagle3(Anchored):
         config = exported.flavours[flavour]
         flags = {name: config[name] for name in ("norm_before_residual", "norm_before_fc", "fc_norm",
                                                  "norm_output")}
-        return cls.filled(exported, head, mask_token_id=0, steps=1, style=exported.geometry["model_type"],
+        return cls.filled(exported, head, mask_token_id=0, steps=1, train_head=False,
+                          style=exported.geometry["model_type"],
                           tap_layers=config["eagle_aux_hidden_state_layer_ids"],
                           draft_vocab_size=config["draft_vocab_size"], **flags)
 

@@ -45,16 +45,18 @@ class Coverage:
 
 
 class DraftVocabulary(nn.Module):
-    """The target's head, or the rows of it that a drafter of `size` tokens has (null: all of them); frozen.
+    """The target's head, or the rows of it that a drafter of `size` tokens has (null: all of them); frozen,
+    but for drafters that train a head of their own from there (`trained`).
 
     ids [Vd] int64 are the target ids of the rows, rows [V] int64 the way back (-1: cannot be drafted). """
 
     ids: Tensor
     rows: Tensor
     head: Tensor
+    teacher: Tensor
     embedding: Tensor
 
-    def __init__(self, context: DraftContext, size: int | None) -> None:
+    def __init__(self, context: DraftContext, size: int | None, trained: bool = False) -> None:
         super().__init__()
         target = context.head
         total = target.vocab_size
@@ -66,6 +68,12 @@ class DraftVocabulary(nn.Module):
         for name, tensor in (("ids", ids), ("rows", rows), ("embedding", target.embedding),
                              ("head", target.head[ids] if self.reduced else target.head)):
             self.register_buffer(name, tensor, persistent=False)
+        self.trained = trained
+        if trained:
+            self.register_buffer("teacher", self.head, persistent=False)
+            del self.head
+            self.head = nn.Parameter(self.teacher.float().clone())
+            self.head.is_table = True  # of rows that are scored one by one
 
     def coverage(self, counts: Tensor) -> Coverage | None:
         """How it covers tokens that were counted so often, `counts` [V]; None for the whole vocabulary."""
@@ -86,16 +94,18 @@ class DraftVocabulary(nn.Module):
     @torch.no_grad()
     def teacher_logits(self, normed: Tensor) -> Tensor:
         """float32 logits [..., Vd] of the target, from its own normed last states [..., H]."""
-        logits = self.logits(normed).float()
+        head = self.teacher if self.trained else self.head
+        logits = (F.linear(normed, head.to(normed.dtype)) * self.scale).float()
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
     def round_to(self, dtype: torch.dtype) -> None:
-        if self.reduced:  # otherwise the head is the target's own and not exported
+        if self.reduced and not self.trained:  # the whole of the target's head is not exported
             self.head = self.head.to(dtype).float()
 
     def exported(self) -> dict[str, Tensor]:
-        """The tensors of a folder that describe a reduced vocabulary; none for the whole one."""
-        return {"lm_head.weight": self.head, "d2t": offsets(self.ids)} if self.reduced else {}
+        """The tensors of a folder for a reduced vocabulary or a trained head; none for the target's own."""
+        table = {"d2t": offsets(self.ids)} if self.reduced else {}
+        return {"lm_head.weight": self.head.detach(), **table} if self.reduced or self.trained else {}
 
 
 def counts_from(weights: dict[str, Tensor], vocab_size: int, rows: int) -> Tensor:

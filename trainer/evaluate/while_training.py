@@ -216,9 +216,10 @@ def _states_cause(drafter: Drafter, walks: Sequence[_Walk]) -> str:
 def _folder_cause(drafter: Drafter, served: Drafter) -> str:
     ours, theirs = ({**dict(each.named_parameters()), **dict(each.named_buffers())}
                     for each in (drafter, served))
-    coarse = {name for name in ours.keys() & theirs.keys() if ours[name].shape == theirs[name].shape
+    both = ours.keys() & theirs.keys()  # what training alone needs is not read back
+    coarse = {name for name in both if ours[name].shape == theirs[name].shape
               and torch.allclose(ours[name].float(), theirs[name].float(), rtol=COARSE, atol=1e-3)}
-    names = sorted((ours.keys() | theirs.keys()) - coarse)
+    names = sorted(both - coarse)
     if names:
         more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
         return (f"the exported folder, read back, has another {', '.join(names[:NAMED])}{more} than the "

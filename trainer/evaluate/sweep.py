@@ -28,7 +28,7 @@ from trainer.progress import Progress
 from trainer.ranges import Above, Amount, AtMost, Count, Distinct, Dtype, Filled, NotNegative, Seed, Text, Url
 from trainer.records import Prompt, Sampling
 from trainer.target import Target
-from trainer.training.build import MakeDrafter, draft_problem
+from trainer.training.build import MakeDrafter, draft_problem, require_drafts
 
 LONGEST = 7  # of the draft lengths that are measured unless told otherwise
 Asked = dict[str, list[Question]]  # by the name of the data set
@@ -100,6 +100,8 @@ class Sweep(Stage):
         return {**self.target.facts, "files": {each: Listed(each).fingerprint() for each in self.files}}
 
     def preflight(self) -> None:
+        require_drafts(self.drafter, self.target,
+                       {f"sweep.k.{place}": k for place, k in enumerate(self.k or ())})
         if not self.urls:
             self.target.require_length(self.server.longest(), "engine.max_model_len")
             self.server.preflight()
@@ -138,10 +140,14 @@ class Sweep(Stage):
     @property
     def variants(self) -> list[Variant]:
         """All that is measured, plain decoding first."""
-        short = [k for k in range(1, LONGEST + 1) if draft_problem(self.drafter, k) is None]
-        lengths = self.k or short or [self.drafter.func.shortest_draft(**self.drafter.keywords)]
         return [PLAIN, *(Variant(name, k) for name in (self.drafter.func.method, *self.also)
-                         for k in lengths)]
+                         for k in self.k or self._lengths())]
+
+    def _lengths(self) -> list[int]:
+        """All up to the longest that a server takes of the drafter, or else its shortest."""
+        short = [k for k in range(1, LONGEST + 1)
+                 if draft_problem(self.drafter, k, self.target.config) is None]
+        return short or [self.drafter.func.shortest_draft(**self.drafter.keywords)]
 
     def _asked(self, inputs: dict[str, Path]) -> tuple[Asked, list[str], list[str]]:
         """What is asked of each kind; the ids that are left out as too long, and as trained on."""

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tiny import make_dflash, make_small, write_responses
+from tiny import copied, make_dflash, make_small, write_responses
 from vllm_support import small_server
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
@@ -303,3 +303,13 @@ def test_the_lengths_that_are_measured_unless_told(tiny_target: Target) -> None:
     assert lengths(drafter=make_dflash(block_size=16))[-1] == "dflash K=7"
     assert len(lengths(drafter=make_small("dflash2", block_size=16))) == 2, "whole blocks alone"
     assert lengths(also=["ngram"])[5:] == ["ngram K=1", "ngram K=2", "ngram K=3", "ngram K=4"]
+
+
+def test_lengths_that_no_server_takes(tiny_target: Target, tmp_path: Path) -> None:
+    """A target with two MTP layers: at most 2, or a multiple of it."""
+    other = copied(tiny_target, tmp_path / "other",
+                   config={"model_type": "qwen3_5_text", "mtp_num_hidden_layers": 2})
+    drafter = make_small("mtp", start="own")
+    with pytest.raises(UserError, match=r"^sweep\.k\.1=3 must be at most 2 or a multiple of it"):
+        stage(other, drafter=drafter, k=[2, 3], urls=[]).preflight()
+    assert {each.k for each in stage(other, drafter=drafter, k=None).variants} == {0, 1, 2, 4}

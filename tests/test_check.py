@@ -357,3 +357,17 @@ def test_the_recipes_of_the_project_are_right(recipe: str) -> None:
     configuration = compose_configuration([f"recipe={recipe}"], choices)
     assert check(configuration, choices.groups(), pipeline.Stage) == []
     assert pipeline.check(configuration.settings) == {}
+
+
+METHODS = ("eagle3", "dflash", "dflash2", "dspark", "mtp")
+
+
+def test_drafters_of_one_target_share_its_answers() -> None:
+    """Which layers a drafter reads, and what its masks are, changes no answer; its own length does."""
+    def made(recipe: str, *more: str) -> str:
+        node = compose_configuration([f"recipe={recipe}", *more], find()).settings["responses"]
+        return pipeline.fingerprint(node, 1, {}, {}, pipeline.build(node).idle)
+
+    assert len({made(f"{method}_smollm2") for method in METHODS}) == 1
+    assert made("dflash_smollm2", "target.mask_token=5") == made("eagle3_smollm2")
+    assert made("eagle3_smollm2", "target.max_length=512") != made("eagle3_smollm2")

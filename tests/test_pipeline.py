@@ -141,6 +141,16 @@ def test_runtime_changes_nothing_at_any_depth() -> None:
     assert folders(changed)["use"] != folders(settings())["use"]
 
 
+def test_keys_that_a_stage_calls_idle_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, changed = folders(settings()), settings()
+    changed["make"]["engine"]["threads"] = 3
+    monkeypatch.setattr(Make, "idle", ("engine.threads",))
+    assert folders(changed) == folders(settings())
+    assert folders(settings())["make"] != before["make"]
+    changed["make"]["size"] = 4
+    assert folders(changed)["make"] != folders(settings())["make"]
+
+
 def test_everything_that_decides_is_in_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = [folders(settings())["use"]]
     FACTS["input"] = "sha256 of a file"

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import platform
+from collections.abc import Collection
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,12 @@ from trainer.errors import UserError, first_line
 PACKAGES = ("torch", "transformers", "safetensors", "hydra-core", "numpy")
 
 
-def fingerprint(settings: Any, version: int, external: dict[str, Any], inputs: dict[str, str]) -> str:
-    """sha256 of everything that decides the result, in canonical JSON."""
-    facts = {"settings": _deciding(settings), "version": version, "external": external, "inputs": inputs}
+def fingerprint(settings: Any, version: int, external: dict[str, Any], inputs: dict[str, str],
+                idle: Collection[str] = ()) -> str:
+    """sha256 of everything that decides the result, in canonical JSON. `idle` are keys within `settings` that
+    do not, as in "target.tap_layers"."""
+    facts = {"settings": _deciding(settings, idle), "version": version, "external": external,
+             "inputs": inputs}
     return hashlib.sha256(json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -54,11 +58,12 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _deciding(node: Any) -> Any:
-    """What can change the result: nodes without their `runtime` and the keys that only steer the building. A
-    dict without `_target_` is the user's own, whatever its keys are called."""
+def _deciding(node: Any, idle: Collection[str] = (), place: str = "") -> Any:
+    """What can change the result: nodes without their `runtime`, the keys that only steer the building, and
+    those that are `idle`. A dict without `_target_` is the user's own, whatever its keys are called."""
     if isinstance(node, dict):
         ours = "_target_" in node
-        return {str(key): _deciding(value) for key, value in node.items() if not ours or (
-            key != "runtime" and (not str(key).startswith("_") or key in ("_target_", "_args_")))}
+        return {str(key): _deciding(value, idle, f"{place}{key}.") for key, value in node.items()
+                if f"{place}{key}" not in idle and (not ours or (
+                    key != "runtime" and (not str(key).startswith("_") or key in ("_target_", "_args_"))))}
     return [_deciding(value) for value in node] if isinstance(node, list) else node

@@ -37,6 +37,7 @@ class Stage(ABC):
     after: ClassVar[tuple[str, ...]]  # names of the stages whose folders it reads
     version: ClassVar[int]  # raise it when the code changes the result
     uses: ClassVar[tuple[str, ...]] = ()  # stages whose folders it reads where they are finished
+    idle: ClassVar[tuple[str, ...]] = ()  # keys of its settings, nested ones with dots, that decide nothing
     lasting: ClassVar[bool] = True  # False: a view of how things are now, made anew every time
     sized: ClassVar[tuple[str, ...]] = ()  # globs of files with checksums of their own, or that may grow
 
@@ -140,7 +141,7 @@ def plan(settings: dict[str, Any]) -> list[Planned]:
                 continue
             inputs = {upstream: planned[upstream].fingerprint for upstream in upstreams}
             node = masked(settings[name])
-            digest = fingerprint(node, stage.version, external, inputs)
+            digest = fingerprint(node, stage.version, external, inputs, stage.idle)
             planned[name] = Planned(name, stage, node, digest, inputs, root / name / digest[:16])
     return list(planned.values())
 

@@ -74,6 +74,7 @@ class Regenerate(Stage):
 
     after: ClassVar[tuple[str, ...]] = ("prompts",)
     version: ClassVar[int] = 1
+    idle: ClassVar[tuple[str, ...]] = ("target.tap_layers", "target.mask_token")  # drafters share the answers
 
     def external(self) -> dict[str, Any]:
         return self.target.facts
@@ -190,6 +191,7 @@ class AsGiven(Stage):
 
     after: ClassVar[tuple[str, ...]] = ("prompts",)
     version: ClassVar[int] = 1
+    idle: ClassVar[tuple[str, ...]] = ("target.tap_layers", "target.mask_token")  # drafters share the answers
 
     def external(self) -> dict[str, Any]:
         return self.target.facts

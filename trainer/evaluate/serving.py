@@ -133,8 +133,16 @@ def _taken(servers: Sequence[Server], turns: Sequence[tuple[Sequence[Sequence[in
             start = time.perf_counter()
             answers = servers[place].complete(part, sampling, users)
             passes[place].append((answers, time.perf_counter() - start))
+            if len(turns) > 1:  # a bar that is drawn meanwhile would take its share of what is measured
+                _tell(servers[place], number, len(turns), *passes[place][-1])
     counters = [server.counters() - one for server, one in zip(servers, before, strict=True)]
     return [_measurement(*each) for each in zip(servers, passes, counters, strict=True)]
+
+
+def _tell(server: Server, turn: int, turns: int, answers: list[Completion], seconds: float) -> None:
+    speed = sum(len(answer.tokens) for answer in answers) / seconds
+    print(f"{'plain' if server.k is None else f'K={server.k}'} on vLLM: turn {turn + 1} of {turns}, "
+          f"{speed:.1f} tokens/s", flush=True)
 
 
 def _measurement(server: Server, passes: list[tuple[list[Completion], float]],

@@ -44,6 +44,15 @@ class View(Stage):
         return {"now": NOW[0]}
 
 
+class Lasting(View):
+    lasting: ClassVar[bool] = True
+
+
+class Wrong(Part):
+    def check(self, stages: Any) -> dict[str, str]:
+        return {"useful.size": "is wrong"}
+
+
 @dataclass(frozen=True)
 class Quick(Part):
     """Can be tried elsewhere."""
@@ -93,6 +102,24 @@ def test_what_is_useful_is_handed_over_where_it_is_finished() -> None:
     pipeline.run(settings("view"))
     pipeline.run(settings("needed", "useful", "view"))
     assert SEEN[1:] == [["needed", "useful"]] * 2
+
+
+def test_what_is_used_decides_what_is_kept() -> None:
+    """A lasting result is made anew once there is more to use, and stays afterwards."""
+    class_of = {"view": {"_target_": f"{__name__}.Lasting"}}
+    first = pipeline.run(settings("needed", "view") | class_of)
+    both = pipeline.run(settings("useful", "view") | class_of)
+    assert both != first and pipeline.run(settings("view") | class_of) == both
+    assert SEEN == [["needed"], ["needed", "useful"]]
+    assert json.loads((first / "stage.json").read_text())["inputs"].keys() == {"needed"}
+
+
+def test_what_is_used_alone_is_neither_shown_nor_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    config = settings("needed", "view") | {"useful": {"_target_": f"{__name__}.Wrong", "size": 1}}
+    assert pipeline.check(config) == {} and "useful" not in [each.name for each in pipeline.plan(config)]
+    assert list(pipeline.check({**config, "run": ["useful"]})) == ["useful.size"]
+    pipeline.run(config)
+    assert "useful" not in capsys.readouterr().out
 
 
 def test_what_is_needed_must_still_be_there() -> None:

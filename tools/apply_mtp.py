@@ -79,7 +79,8 @@ def apply(changes: Path, target: Path, folder: Path, other_weights: bool) -> dic
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return FORMATS["stitched"].commands(record["method"], folder, str(target), record["steps"])
+    return FORMATS["stitched"].commands(record["method"], folder, str(target),
+                                        {"num_speculative_tokens": record["steps"]})
 
 
 def main() -> int:

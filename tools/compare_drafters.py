@@ -11,8 +11,8 @@ is reused, and a killed comparison goes on. Drafters that did not learn from the
 many steps, or were not decoded on as many prompts, are not compared: exit status 1, with what differs. What a
 recipe is compared for is not among the settings: recipe=, drafter= and run= are refused.
 
-Writes drafters.json and drafters.md (the table below) into --out, or else the current folder. Exit status 2
-when a run fails.
+Writes drafters.json, drafters.md (a table) and the page and files of tools/compare_reports.py into --out, or
+else the current folder. Exit status 2 when a run fails.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from compare_reports import Run, heldout, unequal, write  # noqa: E402
+
 from trainer.progress import exit_status  # noqa: E402
 
 RECIPES = ("dflash_smollm2", "dflash2_smollm2", "dspark_smollm2", "eagle3_smollm2")
-EQUAL = {"target": "the target", "responses": "the answers that were learnt from", "steps": "train.steps",
-         "tokens": "the tokens that were trained on", "prompts": "the prompts that were decoded",
-         "lengths": "evaluate.k"}
 
 
 def report_of(recipe: str, settings: Sequence[str]) -> dict[str, Any]:
@@ -50,26 +49,6 @@ def report_of(recipe: str, settings: Sequence[str]) -> dict[str, Any]:
               "there", file=sys.stderr)
         sys.exit(2)
     return json.loads(Path(last).read_text(encoding="utf-8"))
-
-
-def facts(report: dict[str, Any]) -> dict[str, Any]:
-    """What must be equal in all reports that are compared."""
-    train = report["stages"]["train"]["record"]
-    rows = heldout(report, "in_process")
-    return {"target": report["target"], "responses": report["stages"]["responses"]["fingerprint"],
-            "steps": train["steps"], "tokens": train["tokens"], "prompts": rows[0]["prompts"],
-            "lengths": [row["num_speculative_tokens"] for row in rows]}
-
-
-def heldout(report: dict[str, Any], engine: str) -> list[dict[str, Any]]:
-    return [row for row in report["rows"] if row["dataset"] == "heldout" and row["engine"] == engine]
-
-
-def unequal(reports: dict[str, dict[str, Any]]) -> list[str]:
-    """A sentence for every fact in which a report differs from the first."""
-    (first, one), *others = ((recipe, facts(report)) for recipe, report in reports.items())
-    return [f"{what} differ: {one[name]} in {first}, {other[name]} in {recipe}"
-            for recipe, other in others for name, what in EQUAL.items() if one[name] != other[name]]
 
 
 def rows_of(reports: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -131,6 +110,8 @@ def main() -> int:
     (options.out / "drafters.md").write_text(table(rows), encoding="utf-8")
     print(table(rows), end="")
     print(options.out / "drafters.md")
+    print(write([Run(recipe, Path("."), report, report["rows"]) for recipe, report in reports.items()],
+                options.out, "Drafters on equal terms"))
     return 0
 
 

@@ -5,43 +5,23 @@
 ROWS.json has rows in the field names of published sweeps, as the stage sweep leaves them (or evaluate, or a
 report.json). The page shows speed-up over K and traffic, throughput beside plain decoding, accepted length,
 acceptance by position and the tuner's fit, and loads nothing; it goes to OUT.html, or else beside the rows.
-With --files, each figure goes into a folder as well, as an SVG file, and the rows as rows.csv. Exit status:
-0, or 2 with one sentence.
+With --files, each figure goes into a folder as well, as SVG and as PNG, and the rows as rows.csv. Exit
+status: 0, or 2 with one sentence.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import re
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from trainer.errors import UserError  # noqa: E402
 from trainer.evaluate import html, sweep_view  # noqa: E402
+from trainer.evaluate.files import write_files  # noqa: E402
 from trainer.evaluate.traffic import read_rows  # noqa: E402
 from trainer.progress import exit_status  # noqa: E402
-
-ALONE = ('<svg xmlns="http://www.w3.org/2000/svg"',
-         'style="color: #1a2233; background: #ffffff; font-family: sans-serif; ')
-
-
-def write_files(page: str, rows: list[dict[str, Any]], folder: Path) -> None:
-    """The figures of a page as files that stand alone, numbered and named by their titles; and the rows."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for number, svg in enumerate(re.findall("<svg.*?</svg>", page, flags=re.DOTALL), 1):
-        title = re.search("<title[^>]*>(.*?)</title>", svg)
-        name = re.sub(r"[^a-z0-9.]+", "-", title[1].lower()).strip("-") if title else "figure"
-        alone = svg.replace("<svg", ALONE[0], 1).replace('style="', ALONE[1], 1)
-        (folder / f"{number:03d}-{name[:100]}.svg").write_text(alone + "\n", encoding="utf-8")
-    fields = list(dict.fromkeys(field for row in rows for field in row))
-    with (folder / "rows.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fields)
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def main() -> int:
@@ -57,11 +37,12 @@ def main() -> int:
     if not rows:
         raise UserError(f"{options.rows} holds no rows, expected some; name rows.json of a finished sweep")
     out = options.out or options.rows.with_suffix(".html")
-    page = html.render_sweep(sweep_view.view(rows), options.title)
+    shown = sweep_view.view(rows)
+    page = html.render_sweep(shown, options.title)
     try:
         out.write_text(page, encoding="utf-8")
         if options.files:
-            write_files(page, rows, options.files)
+            write_files(shown, rows, options.files)
     except OSError as error:
         raise UserError(f"{error.filename} cannot be written ({error.strerror}); give OUT.html and --files a "
                         "place that can") from error

@@ -20,6 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from trainer._folders import require_folder, write_json  # noqa: E402
+from trainer.errors import UserError  # noqa: E402
 from trainer.evaluate.traffic import Lengths, drafter_of, read_rows, tune  # noqa: E402
 from trainer.evaluate.tuning_table import print_tuning  # noqa: E402
 from trainer.export.serve_line import draft_lengths  # noqa: E402
@@ -27,15 +28,14 @@ from trainer.export.tuned import exported_facts, possible_lengths, write_tuned  
 from trainer.progress import exit_status  # noqa: E402
 
 
-def choices(given: list[int] | None, own: dict | None) -> Lengths:
-    """The K to choose among: those given, or those of the exported drafter, or all up to the longest that was
-    measured of one."""
+def choices(given: list[int] | None, own: dict | None) -> Lengths | None:
+    """The K to choose among: those given, or those of the exported drafter; None: what the rows say."""
     def lengths(method: str, longest: int) -> Sequence[int]:
         if given:
             return sorted(set(given))
         return possible_lengths(own) if own and own["method"] == method else range(1, longest + 1)
 
-    return lengths
+    return lengths if given or own else None
 
 
 def main() -> int:
@@ -51,6 +51,9 @@ def main() -> int:
     if any(k < 1 for k in options.k or ()):
         parser.error("--k takes lengths of at least 1; plain decoding is always a choice")
     own = exported_facts(options.export) if options.export else None
+    if own and (beyond := sorted({*(options.k or ())} - {*possible_lengths(own)})):
+        raise UserError(f"--k {beyond[-1]} is a draft length that no server takes of the drafter in "
+                        f"{options.export}; give some of {', '.join(map(str, possible_lengths(own)))}")
     if own and options.method:
         own = {**own, "method": options.method}
     tuning = tune(read_rows(options.rows), choices(options.k, own))

@@ -14,6 +14,7 @@ from typing import Any
 from trainer import __version__, _folders
 from trainer._folders import read_sealed
 from trainer.errors import UserError, first_line
+from trainer.progress import clock, compact
 
 PACKAGES = ("torch", "transformers", "safetensors", "hydra-core", "numpy")
 
@@ -56,6 +57,14 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
     return found
+
+
+def say(name: str, record: dict[str, Any], seconds: float) -> None:
+    """Tells whoever watches that a stage is done, with the numbers and the gates of its record."""
+    numbers = [f"{key} {compact(value)}" for key, value in record.items() if isinstance(value, (int, float))]
+    print(f"{name}: done in {clock(seconds)}" + "".join(f", {number}" for number in numbers[:8]), flush=True)
+    for gate, held in record.get("gates", {}).items():
+        print(f"  gate {gate}: {held['value']:.6g} {held['comparison']} {held['bound']:.6g}", flush=True)
 
 
 def _deciding(node: Any, idle: Collection[str] = (), place: str = "") -> Any:

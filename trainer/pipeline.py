@@ -24,9 +24,8 @@ from hydra.utils import instantiate
 from trainer import _folders, _latest
 from trainer._folders import full_disk, locked, write_sealed
 from trainer._secrets import masked
-from trainer._stage_record import fingerprint, finished, require_unchanged, versions
+from trainer._stage_record import fingerprint, finished, require_unchanged, say, versions
 from trainer.errors import UserError, first_line, gathered
-from trainer.progress import clock, compact
 
 REFUSALS = (ValueError, TypeError)  # by which constructors refuse what they are given
 
@@ -36,7 +35,7 @@ class Stage(ABC):
 
     after: ClassVar[tuple[str, ...]]  # names of the stages whose folders it reads
     version: ClassVar[int]  # raise it when the code changes the result
-    uses: ClassVar[tuple[str, ...]] = ()  # stages whose folders it reads where they are finished
+    uses: ClassVar[tuple[str, ...]] = ()  # stages whose folders it reads where they are finished, or in run
     idle: ClassVar[tuple[str, ...]] = ()  # keys of its settings, nested ones with dots, that decide nothing
     lasting: ClassVar[bool] = True  # False: a view of how things are now, made anew every time
     sized: ClassVar[tuple[str, ...]] = ()  # globs of files with checksums of their own, or that may grow
@@ -124,26 +123,39 @@ def build(node: dict[str, Any], place: str = "", /, **arguments: Any) -> Any:
 def check(settings: dict[str, Any]) -> dict[str, str]:
     """By key what the stages that `run` reaches find wrong with their settings, before anything is done."""
     stages = _stages(settings)
-    return {key: text for stage in stages.values() for key, text in stage.check(stages).items()}
+    return {key: text for name in _needed(stages, settings["run"])
+            for key, text in stages[name].check(stages).items()}
 
 
 def plan(settings: dict[str, Any]) -> list[Planned]:
-    """The stages in `run` and all that they stand on, in order of their dependence. Raises once for all that
-    is missing on this machine, where that keeps a stage from being planned."""
+    """The stages in `run`, all that they stand on and the finished ones that they use, in order of their
+    dependence. Raises once for all that is missing on this machine and keeps a stage from being planned."""
     root = _folders.usable("run_root", settings["run_root"], max(settings["run"], key=len, default=""))
     planned: dict[str, Planned] = {}
     with gathered() as attempt:
-        for name, stage in _stages(settings).items():
+        for name, stage in (stages := _stages(settings)).items():
             upstreams, external = (*stage.after, *stage.uses), attempt(stage.external)
             if external is None or not planned.keys() >= {*upstreams}:  # no fingerprint, so nothing finished
                 if name in settings["run"]:
                     attempt(stage.preflight)
                 continue
-            inputs = {upstream: planned[upstream].fingerprint for upstream in upstreams}
+            inputs = {upstream: planned[upstream].fingerprint for upstream in upstreams
+                      if upstream in (*stage.after, *settings["run"]) or planned[upstream].state == "reuse"}
             node = masked(settings[name])
-            digest = fingerprint(node, stage.version, external, inputs, stage.idle)
+            deciding = {each: made for each, made in inputs.items() if stage.lasting or each in stage.after}
+            digest = fingerprint(node, stage.version, external, deciding, stage.idle)
             planned[name] = Planned(name, stage, node, digest, inputs, root / name / digest[:16])
-    return list(planned.values())
+    needed = _needed(stages, settings["run"])
+    return [each for each in planned.values() if each.name in needed or each.state == "reuse"]
+
+
+def _needed(stages: Mapping[str, Stage], run: list[str]) -> list[str]:
+    """Those in `run` and all that they stand on, without what they only use, in the order of `stages`."""
+    found: list[str] = []
+    for name in reversed(stages):
+        if name in run or any(name in stages[reader].after for reader in found):
+            found.insert(0, name)
+    return found
 
 
 def _stages(settings: dict[str, Any]) -> dict[str, Stage]:
@@ -276,7 +288,7 @@ def _execute(planned: Planned, inputs: dict[str, Path]) -> None:
             seconds = time.monotonic() - began
             _folders.settle(out)
             write_sealed(out / "stage.json", _record(planned, record, seconds, state == "continue"))
-            _say(planned.name, record, seconds)
+            say(planned.name, record, seconds)
         if not planned.stage.lasting:
             shutil.rmtree(planned.folder, ignore_errors=True)
         out.rename(planned.folder)
@@ -289,10 +301,3 @@ def _record(planned: Planned, record: dict[str, Any], seconds: float, resumed: b
             "settings": planned.settings, "inputs": planned.inputs, "record": record,
             "seconds": round(seconds, 3), "resumed": resumed, "versions": versions(),
             "files": _folders.sums(planned.partial, planned.stage.sized)}
-
-
-def _say(name: str, record: dict[str, Any], seconds: float) -> None:
-    numbers = [f"{key} {compact(value)}" for key, value in record.items() if isinstance(value, (int, float))]
-    print(f"{name}: done in {clock(seconds)}" + "".join(f", {number}" for number in numbers[:8]), flush=True)
-    for gate, held in record.get("gates", {}).items():
-        print(f"  gate {gate}: {held['value']:.6g} {held['comparison']} {held['bound']:.6g}", flush=True)

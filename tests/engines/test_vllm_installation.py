@@ -45,6 +45,18 @@ class TestRefusedBeforeTheStart:
         with pytest.raises(UserError, match=r"has vLLM 0\.10\.2, and 0\.32 or later is needed"):
             small_server(python=fake_interpreter(tmp_path, says)).preflight()
 
+    @pytest.mark.parametrize("there", [True, False])
+    def test_what_a_method_needs_besides(self, tmp_path: Path, there: bool) -> None:
+        says = json.dumps({"found": True, "versions": {"vllm": "0.32.0"}, "prefix": "/usr",
+                           "modules": ["arctic_inference"] if there else []})
+        server = small_server(python=fake_interpreter(tmp_path, says))
+        server.preflight(["ngram"])
+        with contextlib.nullcontext() if there else pytest.raises(
+                UserError, match=r"^the method suffix needs the package arctic-inference, which .* does not "
+                                 r"have: install it there \(pip install arctic-inference==.*\), or leave "
+                                 r"suffix out of sweep\.also\.$"):
+            server.preflight(["ngram", "suffix"])
+
     @pytest.mark.parametrize(
         ("version", "good"),
         [

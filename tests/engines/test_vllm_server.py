@@ -62,6 +62,9 @@ def test_the_method_is_always_explicit(tmp_path: Path) -> None:
         "model": str(tmp_path / "drafter"),
     }
     assert words[-2:] == ["--seed", "1"]
+    words = server.command("python", tmp_path, 1234, method="suffix", k=3)
+    assert json.loads(words[words.index("--speculative-config") + 1]) == {
+        "method": "suffix", "num_speculative_tokens": 3, "suffix_decoding_max_cached_requests": 0}
     with pytest.raises(ValueError, match="needs its method and k"):
         server.serve(tmp_path, tmp_path / "log", speculator=tmp_path / "drafter")
 

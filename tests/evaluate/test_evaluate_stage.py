@@ -88,7 +88,8 @@ def test_the_folder_is_what_is_measured(tiny_target: Target, inputs: dict[str, P
                 return_dict=False)
             [plain] = loaded.generate([ids], ["any"], Sampling(12, 0.0, 1.0, 0))
             total.add(decode(loaded, drafter, ids, 3, 12, tiny_target.end_ids), plain)
-    assert row == in_process({key: row[key] for key in ("model", "method", "users", "dtype")}, "heldout", 3,
+    assert row == in_process({key: row[key] for key in ("model", "method", "users", "dtype", "possible_k")},
+                             "heldout", 3,
                              total)
     assert (row["prompts"], row["output_tokens"]) == (6, total.output_tokens)
 

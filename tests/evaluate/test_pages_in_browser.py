@@ -73,18 +73,23 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int
     folder = tmp_path_factory.mktemp("pages")
     (folder / "report").mkdir()
     make_report().run(make_run(folder / "run"), folder / "report")
-    found = {"report": (folder / "report/report.html", 4 + 1 + 2 + 5)}
+    found = {"report": (folder / "report/report.html", 4 + 2 + 2 + 5)}
     published = [row for row in json.loads(PUBLISHED.read_text())
                  if row["method"] == "DSpark" or "Qwen3.5-27B" in row["model"]]
-    for name, rows, plots in (("sweep", swept(), 1 + 8 + 4 + 2 * 5),
-                              ("published", published, 3 + 12 + 4 * 4)):
+    for name, rows, plots in (("sweep", swept(), 2 + 8 + 4 + 1 + 2 * 5),
+                              ("published", published, 2 * 3 + 12 + 1 + 4 * 4)):
         file = folder / f"{name}.html"
-        file.write_text(html.render_sweep(sweep_view.view(rows), name))
+        file.write_text(html.render_sweep(shown := sweep_view.view(rows), name))
         found[name] = file, plots
-    return found
+    run = {"name": "a" * 40, "target": "org/target", "methods": ["EAGLE-3", "DFlash"], "rows": 9, "gates": 3,
+           "verdict": "accepted length 1.52 at K=3, 1.21x plain decoding at 1 user", "gates_failed": 1,
+           "heldout_loss": 2.5, "steps": 400, "training_seconds": 90.0}
+    file = folder / "comparison.html"
+    file.write_text(html.render_comparison(shown, {"runs": [run], "notes": ["b" * 60]}, "comparison"))
+    return {**found, "comparison": (file, plots)}
 
 
-@pytest.mark.parametrize("name", ["report", "sweep", "published"])
+@pytest.mark.parametrize("name", ["report", "sweep", "published", "comparison"])
 @pytest.mark.parametrize(("width", "dark"), [(PHONE, False), (PHONE, True), (DESK, False)])
 def test_a_page_is_whole_and_readable(chromium: browser.Browser, pages: dict[str, tuple[Path, int]],
                                       name: str, width: int, dark: bool) -> None:

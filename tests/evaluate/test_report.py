@@ -97,7 +97,8 @@ def make_entry(step: int) -> dict:
 
 
 def make_report() -> Report:
-    return Report(recipe="dflash_smollm2", serve_with="vllm", identity_tolerance=0.02, rise_tolerance=0.002)
+    return Report(recipe="dflash_smollm2", serve_with="vllm", identity_tolerance=0.02, rise_tolerance=0.002,
+                  files=False)
 
 
 def run_report(folders: dict[str, Path], root: Path) -> tuple[dict, str, dict]:
@@ -176,7 +177,7 @@ def test_page_is_sound_loads_nothing_and_shows_the_numbers(tmp_path: Path) -> No
     assert len(page.ids) == len(set(page.ids))
     assert set(re.findall(r"url\(([^)]*)\)", text)) <= {f"#{name}" for name in page.ids}
     assert not re.search(r"https?://|@import|<link|<iframe", text)
-    assert text.count("<svg") == 4 + 8, "four of the run, eight of its rows as a sweep"
+    assert text.count("<svg") == 4 + 9, "four of the run, nine of its rows as a sweep"
     for shown in (
         "dflash_smollm2", "1.52", "0.36", "1.21x", "heldout/math", "top1_agreement", "0.9987", "123,456",
         "torch", "1 of 2 gates failed", "the two counted <different> prompts", SERVE, "2.13.0", "Cumulative",
@@ -312,7 +313,7 @@ def test_names_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixtu
     rows = [make_row([0.0, 0.0], dataset=name, engine="[/e]", drafts=9) for name in ("[h]", f"heldout/{ODD}")]
     out = tmp_path / "out"
     out.mkdir()
-    report = Report(ODD, "vllm", 0.02, 0.002)
+    report = Report(ODD, "vllm", 0.02, 0.002, files=False)
     report.run(make_run(tmp_path, rows=rows), out)
     report.tell(out)
     printed = capsys.readouterr().out

@@ -258,6 +258,18 @@ def test_servers_that_cannot_be_measured(tiny_target: Target, peers: list[Counti
         stage(tiny_target, [two, one, plain]).preflight()
 
 
+def test_what_was_measured_beside_others_is_not_kept(tiny_target: Target, peers: list[Counting],
+                                                     inputs: dict[str, Path]) -> None:
+    """They came while a cell was measured, and are still there."""
+    def busy(number: int, body: dict[str, Any]) -> None:
+        peers[0].others = 1
+
+    peers[1].act = busy
+    with pytest.raises(UserError, match="has 1 requests of others to answer"):
+        run(stage(tiny_target, peers), inputs)
+    assert not (inputs["prompts"].parent / "out/cells.jsonl").exists()
+
+
 def test_a_server_that_others_begin_to_use_stops_the_sweep(tiny_target: Target, peers: list[Counting],
                                                            inputs: dict[str, Path],
                                                            monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +301,8 @@ def test_settings_that_need_each_other(tiny_target: Target) -> None:
     assert judged(stage(tiny_target, urls=["http://a", "http://b"], users=[8])) == {
         "sweep.urls": "must name 3 servers, for plain, dflash K=1, dflash K=2, but has 2"}
     assert list(judged(stage(tiny_target, server=small_server(url="http://a")))) == ["sweep.urls"]
-    assert list(judged(stage(tiny_target, format="native"))) == ["sweep.format"]
+    assert judged(stage(tiny_target, format="native")) == {
+        "sweep.format": "must be one of export.formats (speculators), but is native"}
     assert list(judged(stage(tiny_target), heldout=0)) == ["prompts.heldout"]
     files = ["a/x.jsonl", "b/x.jsonl"]
     assert list(judged(stage(tiny_target, files=files), heldout=0)) == ["sweep.files"]

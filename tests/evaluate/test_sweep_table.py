@@ -14,7 +14,7 @@ def measured(k: int, speedup: float | None, **changes: Any) -> dict[str, Any]:
     tok_s = 10.0 * (speedup or 1)
     return row(k, **{"speedup": speedup, "tok_s": tok_s, "baseline_tok_s": 10.0, "repeats": 3, "requests": 4,
                      "tok_s_repeats": [tok_s - 1, tok_s, tok_s + 1], "baseline_tok_s_repeats": [10.0] * 3,
-                     "differing": 0, "interpreted": False, "output_tokens": 600, "prompts": 4,
+                     "drafts": 330, "differing": 0, "interpreted": False, "output_tokens": 600, "prompts": 4,
                      "attention_backend": "TRITON_ATTN", "vllm": "0.32.0", **changes})
 
 
@@ -44,6 +44,7 @@ def test_where_speculation_loses_the_tables_say_so(capsys: pytest.CaptureFixture
     ({"output_tokens": 499}, "1 rows have less than 500 timed tokens"),
     ({"mean_accepted_length": 1.01}, "1 rows accept next to nothing (accepted length below 1.05)"),
     ({"differing": 3, "lossless": False}, "chat at 1 user, K=1: 3 of 12 answers"),
+    ({"output_tokens": 1512, "drafts": 100, "mean_accepted_length": 5.0}, "only 9% to 9% had a draft"),
     ({"prompts": 1}, "One prompt of chat was measured"), ({"repeats": 1}, "no spread can be told")])
 def test_why_nothing_can_be_told(changes: dict[str, Any], said: str) -> None:
     page = markdown([measured(1, None, **changes)])

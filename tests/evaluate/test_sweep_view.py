@@ -17,8 +17,8 @@ from trainer.check import check
 from trainer.compose import compose_configuration
 from trainer.errors import UserError
 from trainer.evaluate import html
-from trainer.evaluate.report import ReportSweep
-from trainer.evaluate.sweep_view import measured, view
+from trainer.evaluate.report import Report
+from trainer.evaluate.sweep_view import NO_BASELINE, measured, view
 
 PUBLISHED: list[dict[str, Any]] = json.loads(Path(__file__).with_name("published_sweeps.json").read_text())
 
@@ -50,7 +50,10 @@ def test_all_that_was_published_is_shown_where_it_belongs(published: dict[str, A
     assert len(shown) == len(rows)
     assert sum(row["loses"] for row in shown) == published["losing"]
     for target in published["targets"]:
-        assert words(target["bars"]).count("plain decoding") == 1
+        speedups, speeds = (words(drawn) for _, drawn in target["bars"])
+        assert speedups.count("plain decoding") == speeds.count("plain decoding") == 1
+        assert {f"{line['plain']:,.1f}" for line in target["comparison"]} <= {*speeds}
+        assert (target["positions"] is not None) == (len(target["methods"]) > 1)
         for line in target["comparison"]:
             own = [row for row in rows if (row["model"], row["dataset"]) == (target["model"], line["name"])]
             for method, cell in zip(target["methods"], line["cells"], strict=True):
@@ -142,15 +145,35 @@ def test_a_report_shows_the_rows_of_the_sweep(tmp_path: Path) -> None:
     (folders["sweep"] / "rows.json").write_text(json.dumps(sweep("ngram", users=4)))
     content = json.loads((folders["evaluate"] / "stage.json").read_text())
     (folders["sweep"] / "stage.json").write_text(json.dumps({**content, "stage": "sweep"}))
-    ReportSweep("r", "vllm", 0.02, 0.002).run(folders, out)
+    Report("r", "vllm", 0.02, 0.002, files=True).run(folders, out)
     text = Page((out / "report.html").read_text()).text
     assert "ngram" in text and "Speculation loses at 1 of 2 measured points" in text
-    assert "sweep" in json.loads((out / "report.json").read_text())["stages"]
+    report = json.loads((out / "report.json").read_text())
+    assert "sweep" in report["stages"] and report["sweep"] == sweep("ngram", users=4)
+    drawn = sorted(path.name for path in (out / "files").iterdir())
+    assert len(drawn) == 2 * (out / "report.html").read_text().count("<svg") + 1 and drawn[-1] == "rows.csv"
 
 
-@pytest.mark.parametrize("option", ["default", "sweep"])
-def test_both_options_compose(option: str) -> None:
-    configuration = compose_configuration(["recipe=smoke", f"report={option}"], find())
+def test_methods_are_beside_each_other_by_position() -> None:
+    """Of each the longest K, served rather than in process."""
+    rows = [*sweep(), *sweep("ngram", speedups=(1.1,)), make_row([0.9, 0.1, 0.0], engine="in_process",
+                                                                 method="ngram", speedup=None, tok_s=None)]
+    [target] = view(rows)["targets"]
+    drawn = words(target["positions"])
+    assert [name for name in drawn if "K=" in name] == ["heldout, eagle3, K=2", "heldout, ngram, K=1"]
+    assert view(sweep())["targets"][0]["positions"] is None
+    alone = view([{**row, "tok_s": None, "speedup": None} for row in rows])
+    assert alone["notes"] == [NO_BASELINE] and alone["targets"][0]["positions"] is not None
+    [single] = view([{**row, "prompts": 1} for row in rows])["notes"]
+    assert single.startswith("One prompt of heldout was measured")
+
+
+def test_a_report_uses_a_sweep_that_is_finished_and_needs_none() -> None:
+    """A sweep that is not run is not checked either: here for more users than the server takes."""
+    configuration = compose_configuration(["recipe=smoke", "engine.max_num_seqs=2"], find())
     assert check(configuration, find().groups(), pipeline.Stage) == []
+    assert pipeline.check(configuration.settings) == {}
+    settings = {**configuration.settings, "run": ["sweep"]}
+    assert list(pipeline.check(settings)) == ["sweep.users.1"]
     report = pipeline.build(configuration.settings["report"], "report")
-    assert ("sweep" in report.after) == (option == "sweep") and report.serve_with == "vllm"
+    assert report.uses == ("sweep",) and report.serve_with == "vllm"

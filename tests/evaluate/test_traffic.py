@@ -88,6 +88,16 @@ def test_plain_decoding_is_recommended_where_it_is_best(capsys: pytest.CaptureFi
     assert "dflash for org/target: do not speculate" in capsys.readouterr().out
 
 
+def test_a_drafter_of_whole_blocks_has_one_length() -> None:
+    """Which its rows say: nothing else is recommended, and no other one asked for."""
+    found = one([row(7, slope=0.05, possible_k=[7], users=users) for users in (1, 8)])
+    assert found["default_k"] == 7 and said(found) == ""
+    assert {each["k"] for own in found["classes"] for each in own["expected"]} == {0, 7}
+    assert found["num_speculative_tokens_per_batch_size"] == [[1, 8, 7]]
+    slow = one([row(7, slope=0.9, possible_k=[7])])
+    assert not slow["speculate"] and said(slow) == ""
+
+
 def test_rows_without_users_give_a_length_and_no_schedule() -> None:
     rows = sweep()
     for each in rows:

@@ -23,6 +23,7 @@ from trainer.target_head import load_target_head
 
 SERVING = Serving("org/target", ["LlamaForCausalLM"], 3)
 TAPS, ROWS, HIDDEN, BLOCK = [1, 3], 280, 64, 5
+THREE = {"num_speculative_tokens": 3}
 LAYER_TENSORS = {  # of the tiny target's sizes: 4 heads and 2 key/value heads of 16, inner size 128
     "input_layernorm.weight": (64,), "post_attention_layernorm.weight": (64,),
     "self_attn.q_norm.weight": (16,), "self_attn.k_norm.weight": (16,), "self_attn.q_proj.weight": (64, 64),
@@ -177,16 +178,18 @@ def test_the_names_are_those_of_the_settings() -> None:
 
 
 def test_commands_and_card_say_how_to_serve() -> None:
-    commands = FORMATS["speculators"].commands("dflash", Path("/a b/spec"), "org/target", 3)
+    commands = FORMATS["speculators"].commands("dflash", Path("/a b/spec"), "org/target", THREE)
     assert commands["vllm (short)"] == "vllm serve '/a b/spec'"
     speculation = {"method": "dflash", "model": "/a b/spec", "num_speculative_tokens": 3}
     assert commands["vllm"] == f"vllm serve org/target --speculative-config '{json.dumps(speculation)}'"
-    assert set(FORMATS["native"].commands("dflash", Path("/s"), "t", 3)) == {"vllm"}
+    assert set(FORMATS["native"].commands("dflash", Path("/s"), "t", THREE)) == {"vllm"}
+    tuned = {**THREE, "num_speculative_tokens_per_batch_size": [[1, 8, 3], [9, 16, 0]]}
+    assert json.dumps(tuned)[1:-1] in FORMATS["native"].commands("dflash", Path("/s"), "t", tuned)["vllm"]
     facts = {"method": "dflash", "needs_v2": False, "target": "org/target", "target_identity": "0123",
              "template_hash": "4567", "max_k": 7, "default_k": 3, "trained_modes": ["chat", "thinking"]}
     card = model_card("speculators", facts, "Target")
     assert card.startswith("---\nbase_model: org/target\nlibrary_name: vllm\nlicense: unknown\n")
-    here = FORMATS["speculators"].commands("dflash", ".", "org/target", 3)
+    here = FORMATS["speculators"].commands("dflash", ".", "org/target", THREE)
     for part in ("| longest draft (max K) | 7 |", "| default draft (K) | 3 |", "`0123`", "`4567`",
                  "chat, thinking",
                  f"```bash\n{here['vllm']}\n```", "speculator for Target"):

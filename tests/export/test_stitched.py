@@ -27,6 +27,8 @@ from trainer.export.stitched import ADDED, INDEX, stitch
 from trainer.target import Target, check_folder
 from trainer.target_head import load_target_head, read_tensors, tensor_names
 
+THREE = {"num_speculative_tokens": 3}
+
 
 @pytest.fixture(scope="module")
 def target(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Target:
@@ -179,8 +181,8 @@ def test_formats_that_a_drafter_has_not_got_are_told(target: Target) -> None:
 
 
 def test_commands_serve_the_folder_alone() -> None:
-    commands = FORMATS["stitched"].commands("mtp", Path("/a b/whole"), "org/target", 3)
+    commands = FORMATS["stitched"].commands("mtp", Path("/a b/whole"), "org/target", THREE)
     assert commands == {"vllm": "vllm serve '/a b/whole' --speculative-config "
                                 """'{"method": "mtp", "num_speculative_tokens": 3}'"""}
-    assert FORMATS["changes"].commands("mtp", ".", "org/target", 3)["apply"].startswith(
+    assert FORMATS["changes"].commands("mtp", ".", "org/target", THREE)["apply"].startswith(
         "python tools/apply_mtp.py . ")

@@ -11,7 +11,7 @@ import pytest
 from trainer._folders import change, read_sealed, sums, write_sealed
 from trainer.errors import UserError
 from trainer.export.serve_line import SCHEDULE, draft_lengths
-from trainer.export.tuned import exported_facts, with_speculation, write_tuned
+from trainer.export.tuned import exported_facts, write_tuned
 
 COMMAND = """vllm serve t --speculative-config '{"method": "dflash", "num_speculative_tokens": 3}'"""
 TUNED = {"default_k": 4, "speculate": True, "speedup": 1.5, SCHEDULE: [[1, 3, 7], [4, 16, 2]]}
@@ -88,9 +88,6 @@ def test_a_server_drafts_as_many_as_the_longest_of_a_schedule() -> None:
     assert draft_lengths({"default_k": 3, SCHEDULE: [[1, 8, 3]]}) == {"num_speculative_tokens": 3}
     uneven = {"default_k": 3, SCHEDULE: [[1, 8, 5], [9, 16, 0]]}
     assert draft_lengths(uneven) == {"num_speculative_tokens": 5, SCHEDULE: [[1, 8, 5], [9, 16, 0]]}
-    tuned = with_speculation(COMMAND, uneven)
-    assert json.loads(tuned.split("'")[1])[SCHEDULE] == [[1, 8, 5], [9, 16, 0]]
-    assert with_speculation(tuned, {"default_k": 3}) == COMMAND
 
 
 def test_what_is_no_export_or_was_changed_is_left_alone(export: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from PIL import Image
 
 from trainer.progress import exit_status
 
@@ -42,9 +43,11 @@ def test_figures_and_rows_are_files_too(monkeypatch: pytest.MonkeyPatch, tmp_pat
     (tmp_path / "rows.json").write_text(json.dumps(ROWS))
     assert call(monkeypatch, tmp_path / "rows.json", "--files", tmp_path / "files") == 0
     drawn = sorted((tmp_path / "files").glob("*.svg"))
-    assert len(drawn) == (tmp_path / "rows.html").read_text().count("<svg") == 6
-    assert drawn[2].name == "003-gemma-4-mtp-for-google-gemma-4-26b-a4b-it-speed-up.svg"
+    assert len(drawn) == (tmp_path / "rows.html").read_text().count("<svg") == 7
+    assert drawn[3].name == "004-gemma-4-mtp-for-google-gemma-4-26b-a4b-it-speed-up.svg"
     for each in drawn:
+        with Image.open(each.with_suffix(".png")) as picture:
+            assert min(picture.size) > 200 and len(picture.convert("RGB").getcolors(1 << 20)) > 10
         assert ElementTree.parse(each).getroot().tag == "{http://www.w3.org/2000/svg}svg"
     with (tmp_path / "files/rows.csv").open(newline="") as file:
         found = list(csv.DictReader(file))

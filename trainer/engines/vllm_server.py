@@ -39,6 +39,8 @@ from trainer.records import Completion, Sampling
 NAME = "target"
 ServedDtype = Literal["auto", "bfloat16", "float16", "float32"]
 PLAIN_LINE_SECONDS = 10.0
+# By method what else it is started with: a prompt is asked again, and nothing may know its answer by then.
+BESIDES = {"suffix": {"suffix_decoding_max_cached_requests": 0}}
 
 
 @dataclass(frozen=True)
@@ -79,21 +81,23 @@ class VllmServer:
         """
         if (method is None) != (k is None) or (speculator is not None and method is None):
             raise ValueError("a speculator needs its method and k, and these need each other")
-        self.preflight()
+        self.preflight([] if method is None else [method])
         if self.url is None:
             check_folder(model, "target", tokenizer=True)
             if speculator is not None:
                 check_folder(speculator, "speculator", tokenizer=False)
         return RunningServer(self, model, log, speculator, method, k, needs_v2)
 
-    def preflight(self) -> str:
-        """vLLM's version, if interpreter and port, or the server to join, are good; else UserError."""
+    def preflight(self, methods: Sequence[str] = ()) -> str:
+        """vLLM's version, if interpreter and port, or the server to join, are good, and what such methods of
+        drafting need is there; else UserError."""
         if self.url is not None:
             return self.client(_base(self.url), None).version()
-        version = find_installation(self.python).version
+        found = find_installation(self.python)
+        found.require_methods(methods)
         if self.runtime.port:
             check_port(self.runtime.port)
-        return version
+        return found.version
 
     def longest(self) -> int:
         """Tokens of prompt and answer together: the setting, or what the server to join says; UserError."""
@@ -123,7 +127,7 @@ class VllmServer:
         if self.enforce_eager:
             words.append("--enforce-eager")
         if method is not None:
-            drafter = {"method": method, "num_speculative_tokens": k}
+            drafter = {"method": method, "num_speculative_tokens": k, **BESIDES.get(method, {})}
             if speculator is not None:
                 drafter["model"] = _location(speculator)
             words += ["--speculative-config", json.dumps(drafter)]

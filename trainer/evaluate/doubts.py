@@ -4,9 +4,10 @@ left out on the way. One sentence for each engine and kind of doubt, however man
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from trainer.evaluate import figures
 
@@ -138,6 +139,13 @@ def _of_measuring(train: dict) -> Iterator[str]:
     elif not record["gates"]:
         yield ("Acceptance while training was measured on a single held-out prompt, of which no gate can "
                "judge a gap to training's own estimate; hold out more (prompts.heldout).")
+
+
+def single_prompts(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What data sets of one prompt cannot tell."""
+    if single := sorted({row["dataset"] for row in rows if row.get("prompts") == 1}):
+        yield (f"One prompt of {', '.join(single)} was measured: how figures vary from prompt to prompt "
+               "cannot be told, only how they repeat.")
 
 
 def left_out(finished: dict[str, dict]) -> list[str]:

@@ -39,6 +39,13 @@ STYLE = {
 }  # fmt: skip
 
 
+class Drawing(str):
+    """An inline `<svg>`, with its title and what it was drawn from, for files of other kinds."""
+
+    name: str
+    figure: Figure
+
+
 def draw(rows: list[dict], log: list[dict]) -> dict[str, str | None]:
     """All figures of a report, by name; None where the data is absent."""
     import matplotlib
@@ -256,7 +263,7 @@ def canvas(height: float, panels: int = 1, beside: bool = True,
     return figure, list(grid.flat)
 
 
-def svg(figure: Figure, prefix: str, title: str, what: str) -> str:
+def svg(figure: Figure, prefix: str, title: str, what: str) -> Drawing:
     """The drawing as an element that can stand in a page beside others: ids of its own, no namespaces, a
     title and a description for whoever does not see it."""
     from matplotlib import rcParams
@@ -273,7 +280,9 @@ def svg(figure: Figure, prefix: str, title: str, what: str) -> str:
     named = (f' role="img" aria-labelledby="{prefix}-title {prefix}-what" width="100%" '
              f'style="min-width:{least:.0f}px;max-width:{1.3 * least:.0f}px"><title id="{prefix}-title">'
              f'{escape(title)}</title><desc id="{prefix}-what">{escape(what)}</desc>')
-    return text.replace(">", named, 1)
+    drawing = Drawing(text.replace(">", named, 1))
+    drawing.name, drawing.figure = title, figure
+    return drawing
 
 
 def _lean(tag: str) -> str:

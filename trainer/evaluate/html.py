@@ -58,6 +58,14 @@ def render_sweep(sweep: dict[str, Any], title: str) -> str:
     )
 
 
+def render_comparison(sweep: dict[str, Any], found: dict[str, Any], title: str) -> str:
+    """The page of several runs beside each other: `found` has their lines and notes, `sweep` what sweep_view
+    made of all their rows."""
+    return _environment().get_template("comparison.html.jinja").render(
+        sweep=sweep, found=found, title=title, created=_moment(datetime.now())
+    )
+
+
 def _environment() -> Environment:
     import jinja2
 

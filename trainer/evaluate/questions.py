@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +29,18 @@ class Room:
     setting: str  # that of `answer`
     answer: int
     too_long: Literal["error", "drop"]
+
+
+def unready(reader: str, form: str, stages: Mapping[str, Any], otherwise: str | None) -> dict[str, str]:
+    """By key what keeps the stage `reader` from measuring the exported format `form` on held-out prompts;
+    `otherwise` is what else to do where none are held out, null where that does not matter."""
+    problems, formats = {}, stages["export"].formats
+    if form not in formats:
+        problems[f"{reader}.format"] = f"must be one of export.formats ({', '.join(formats)}), but is {form}"
+    if otherwise and stages["prompts"].heldout == 0:
+        problems["prompts.heldout"] = (f"must be at least 1, since {reader} measures on held-out prompts, "
+                                       f"but is 0; or {otherwise}")
+    return problems
 
 
 def asked(chat: Chat, prompts: Iterable[Prompt]) -> list[Question]:

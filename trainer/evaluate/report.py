@@ -1,4 +1,5 @@
-"""The last stage: what every stage of a run recorded, as `report.json`, one page and console tables.
+"""The last stage: what every stage of a run recorded, as `report.json`, one page, files of its figures, and
+console tables.
 
 It computes nothing new. Rows come from the evaluation, gates and key numbers from the stages' records, curves
 from the training log. What a run did not write is left out of the report; only the rows are indispensable.
@@ -20,6 +21,7 @@ from rich.text import Text
 
 from trainer.evaluate import figures, finished_stages, html, sweep_view, traffic
 from trainer.evaluate.doubts import NEAR_ONE, Doubts, left_out, of_training
+from trainer.evaluate.files import write_files
 from trainer.pipeline import Stage
 from trainer.ranges import NotNegative
 
@@ -31,10 +33,12 @@ CURVES = ("loss", "lr", "grad_norm", "estimate", "heldout_loss", "heldout_estima
 
 @dataclass(frozen=True)
 class Report(Stage):
-    """Writes `report.json` and `report.html` into its folder.
+    """Writes `report.json` and `report.html` into its folder. Where a sweep is finished, both have its rows,
+    and where K and users are compared they take the place of those of evaluate.
 
     `recipe` is the name shown; `serve_with` picks the server whose command `report.json` quotes; the
-    tolerances say when a row contradicts itself, which becomes a warning, never a silent repair.
+    tolerances say when a row contradicts itself, which becomes a warning, never a silent repair. `files`:
+    every figure goes into the folder `files` as well, and the rows as a table.
     """
 
     after: ClassVar[tuple[str, ...]] = (
@@ -45,12 +49,14 @@ class Report(Stage):
         "export",
         "evaluate",
     )
-    version: ClassVar[int] = 1
+    uses: ClassVar[tuple[str, ...]] = ("sweep",)
+    version: ClassVar[int] = 2
 
     recipe: str | None
     serve_with: str
     identity_tolerance: NotNegative
     rise_tolerance: NotNegative
+    files: bool
 
     def preflight(self) -> None:
         html.require_extra()
@@ -66,13 +72,14 @@ class Report(Stage):
             report["warnings"].append(
                 f"{torn} line(s) of the training log are torn, as a killed run leaves them."
             )
-        text = json.dumps(report, indent=1, ensure_ascii=False)
+        swept = traffic.read_rows(inputs["sweep"] / "rows.json") if "sweep" in inputs else []
+        text = json.dumps({**report, "sweep": swept}, indent=1, ensure_ascii=False)
         (out / "report.json").write_text(text + "\n", encoding="utf-8")
-        swept = traffic.read_rows(inputs["sweep"] / "rows.json") if "sweep" in inputs else \
-            sweep_view.measured(rows)
-        page = html.render(report, commands, figures.draw(rows, log),
-                           sweep_view.view(swept) if swept else None)
-        (out / "report.html").write_text(page, encoding="utf-8")
+        drawn, compared = figures.draw(rows, log), swept or sweep_view.measured(rows)
+        view = sweep_view.view(compared) if compared else None
+        (out / "report.html").write_text(html.render(report, commands, drawn, view), encoding="utf-8")
+        if self.files:
+            write_files([drawn, view], rows + swept, out / "files")
         first = headline(rows, exported.get("default_k"))
         passed = sum(gate["passed"] for gate in report["gates"].values())
         return {
@@ -91,7 +98,7 @@ class Report(Stage):
 
     def assemble(self, inputs: dict[str, Path], rows: list[dict], log: list[dict], exported: dict) -> dict:
         """The content of `report.json`, but for the serve command."""
-        names = [name for name in self.after if name in inputs]
+        names = [name for name in (*self.after, *self.uses) if name in inputs]
         finished = {name: finished_stages.read_json(inputs[name] / "stage.json") for name in names}
         gates = merge_gates(finished)
         sound = bool(gates) and all(gate["passed"] for gate in gates.values())
@@ -112,12 +119,6 @@ class Report(Stage):
             "stages": {name: _stage(name, inputs[name], finished[name]) for name in names},
             "versions": merge_versions(finished),
         }
-
-
-class ReportSweep(Report):
-    """The same with the rows of a sweep, in place of those of evaluate where K and users are compared."""
-
-    after: ClassVar[tuple[str, ...]] = (*Report.after, "sweep")
 
 
 def headline(rows: list[dict], default_k: int | None) -> dict:

@@ -23,7 +23,7 @@ from trainer.engines.base import TargetEngine
 from trainer.errors import UserError
 from trainer.evaluate import rows
 from trainer.evaluate.decode import Selection, decode
-from trainer.evaluate.questions import Question, Room, asked, choose, exported, trained_on
+from trainer.evaluate.questions import Question, Room, asked, choose, exported, trained_on, unready
 from trainer.evaluate.serving import Measurement, compare, enter, measure
 from trainer.export.formats import FORMATS, FormatName
 from trainer.gates import Gate, require
@@ -67,12 +67,7 @@ class Evaluate(Stage):
     def check(self, stages: Mapping[str, Any]) -> dict[str, str]:
         found = {f"evaluate.k.{place}": draft_problem(self.drafter, k) for place, k in enumerate(self.k)}
         problems = {key: text for key, text in found.items() if text is not None}
-        if self.format not in stages["export"].formats:
-            known = ", ".join(stages["export"].formats)
-            problems["evaluate.format"] = f"must be one of export.formats ({known}), but is {self.format}"
-        if stages["prompts"].heldout == 0:
-            problems["prompts.heldout"] = ("must be at least 1, since evaluate measures on held-out prompts, "
-                                           "but is 0; or leave evaluate and report out of run=")
+        problems |= unready("evaluate", self.format, stages, "leave evaluate and report out of run=")
         if self.sampling.temperature:
             problems["evaluate.sampling.temperature"] = (
                 f"must be 0, since drafts are verified against the target's greedy answers, but is "
@@ -112,7 +107,7 @@ class Evaluate(Stage):
             print(f"evaluate: {len(trained_on)} held-out prompts were trained on and are left out ({named}): "
                   "stored answers have a split of their own", flush=True)
         base = {"model": self.target.name, "method": facts["method"], "users": self.users,
-                "dtype": self.dtype, "prompts": len(questions)}
+                "dtype": self.dtype, "prompts": len(questions), "possible_k": facts.get("possible_k")}
         selections = [None]
         if self.confidence is not None:
             selections.append(Selection(self.confidence, facts["confidence"]["temperatures"]))

@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from trainer.data.chat import Chat
 from trainer.data.prompts import Jsonl, read_prompts
 from trainer.errors import UserError
-from trainer.evaluate.questions import Question, Room, asked, choose, exported, trained_on
+from trainer.evaluate.questions import Question, Room, asked, choose, exported, trained_on, unready
 from trainer.evaluate.serving import enter, repeat
 from trainer.evaluate.sweep_cells import PLAIN, Cells, Pass, Traffic, Variant, row
 from trainer.evaluate.sweep_table import markdown, print_sweep
@@ -72,12 +72,8 @@ class Sweep(Stage):
     def check(self, stages: Mapping[str, Any]) -> dict[str, str]:
         found = {f"sweep.k.{place}": draft_problem(self.drafter, k) for place, k in enumerate(self.k or ())}
         problems = {key: text for key, text in found.items() if text is not None}
-        if self.format not in stages["export"].formats:
-            known = ", ".join(stages["export"].formats)
-            problems["sweep.format"] = f"must be one of export.formats ({known}), but is {self.format}"
-        if not self.files and stages["prompts"].heldout == 0:
-            problems["prompts.heldout"] = ("must be at least 1, since sweep measures on held-out prompts, "
-                                           "but is 0; or name files with prompts in sweep.files")
+        problems |= unready("sweep", self.format, stages,
+                            None if self.files else "name files with prompts in sweep.files")
         names = [Path(each).stem for each in self.files]
         if len({*names}) < len(names):
             problems["sweep.files"] = ("must differ in the names of the files, which name the kinds of "
@@ -104,7 +100,7 @@ class Sweep(Stage):
                        {f"sweep.k.{place}": k for place, k in enumerate(self.k or ())})
         if not self.urls:
             self.target.require_length(self.server.longest(), "engine.max_model_len")
-            self.server.preflight()
+            self.server.preflight(self.also)
         for url, variant in zip(self.urls, self.variants, strict=False):
             replace(self.server, url=url).require_idle(variant.k or None)
 
@@ -115,14 +111,15 @@ class Sweep(Stage):
             exported(inputs["export"])
 
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
-        exported(inputs["export"])
+        possible = exported(inputs["export"]).get("possible_k")
         found, long, trained = self._asked(inputs)
         classes = [Traffic(name, users, temperature) for temperature in self.temperatures
                    for users in self.users for name in found]
         cells, drafting = Cells(out / "cells.jsonl"), self.variants[1:]
         groups = [[PLAIN, each] for each in drafting] if self.together else [[each] for each in self.variants]
         self._measure(groups, classes, found, cells, partial(self._server, inputs["export"], out))
-        rows = [self._row(cells, traffic, variant, found) for variant in drafting for traffic in classes]
+        rows = [self._row(cells, traffic, variant, found, None if variant.method in self.also else possible)
+                for variant in drafting for traffic in classes]
         (out / "rows.json").write_text(json.dumps(rows, indent=1) + "\n")
         (out / "sweep.md").write_text(markdown(rows), encoding="utf-8")
         best = max(rows, key=lambda each: each["speedup"] or 0)
@@ -239,6 +236,8 @@ class Sweep(Stage):
         requests = _requests([ids for _, _, ids in found[traffic.dataset]], traffic.users)
         warmup = self.warmup * traffic.users if cold else 0
         measured = repeat(servers, requests, sampling, traffic.users, warmup, self.repeats)
+        for server in servers:
+            server.require_idle()
         return [Pass.of(variant, each, {"vllm": server.version, "attention_backend": server.attention_backend,
                                         "interpreted": server.interpreted})
                 for variant, server, each in zip(group, servers, measured, strict=True)]
@@ -259,9 +258,10 @@ class Sweep(Stage):
         model, speculator = FORMATS[self.format].served(export / self.format, self.target.folder)
         return described.serve(model, log, speculator, variant.method, variant.k, self.drafter.func.needs_v2)
 
-    def _row(self, cells: Cells, traffic: Traffic, variant: Variant, found: Asked) -> dict[str, Any]:
+    def _row(self, cells: Cells, traffic: Traffic, variant: Variant, found: Asked,
+             possible: list[int] | None) -> dict[str, Any]:
         questions = found[traffic.dataset]
-        base = {"model": self.target.name, "dtype": None if self.urls else self.dtype,
+        base = {"model": self.target.name, "dtype": None if self.urls else self.dtype, "possible_k": possible,
                 "prompts": len(questions), "requests": len(_requests(questions, traffic.users))}
         return row(base, traffic, *cells.pair(traffic, variant))
 

@@ -14,10 +14,12 @@ from trainer.evaluate.figures import (
     IN_TABLE,
     MIDDLE,
     NEUTRAL,
+    PLAIN,
     POINTS,
     READABLE,
     SERIES,
     STYLE,
+    Drawing,
     as_table,
     canvas,
     cell,
@@ -35,6 +37,7 @@ WIDE, TALL, LINE, APART = 336, 200, 20, 15  # pixels: a panel, without its legen
 LETTER, CELL, BAR = 7.4, 40, 17  # pixels: a letter's mean width, a cell, and a bar
 INCH = 72
 MARKS = "osD^vPX*"
+PLAINLY = "plain decoding"
 FEW = 12  # K that are named one by one at an axis
 WIN, LOSS = "#2f5fe0", "#d9622b"
 FAINT, STRONG = 0.06, 0.68  # of a cell's colour, so that the page's own ink reads on it
@@ -64,7 +67,7 @@ class Fit:
 
 
 def speedups(name: str, title: str, classes: Mapping[str, Mapping[int, float]],
-             picks: Mapping[str, int]) -> str:
+             picks: Mapping[str, int]) -> Drawing:
     """A line a class, a column a measured K; a cell that is slower than plain decoding says so, and so does
     the one that the tuner picks."""
     lengths = sorted({k for own in classes.values() for k in own})
@@ -88,7 +91,7 @@ def speedups(name: str, title: str, classes: Mapping[str, Mapping[int, float]],
     return svg(figure, name, title, f"Speed-up by class of traffic and K. {IN_TABLE}")
 
 
-def acceptance(name: str, title: str, lines: Sequence[dict], names: Sequence[str]) -> str:
+def acceptance(name: str, title: str, lines: Sequence[dict], names: Sequence[str]) -> Drawing:
     """The share of drafts accepted as far as each position; a line a data set and K."""
     longest = max(len(row["per_position_acceptance"]) for row in lines)
     width = max(WIDE, LETTER * max(map(len, names)) + 0.85 * CELL * (longest + 1.1) + 16)
@@ -97,7 +100,7 @@ def acceptance(name: str, title: str, lines: Sequence[dict], names: Sequence[str
 
 
 def throughput(name: str, title: str, methods: Mapping[str, Sequence[Speed]],
-               plain: Speed | None) -> str:
+               plain: Speed | None) -> Drawing:
     """Tokens a second over K, a line a method, bars from the least to the most of repeats; plain decoding is
     the dashed line, and what lies below it loses."""
     figure, axes = _panel({speed.k for own in methods.values() for speed in own})
@@ -110,7 +113,7 @@ def throughput(name: str, title: str, methods: Mapping[str, Sequence[Speed]],
               off if any(map(any, off)) else None)
     top = max(speeds)
     if plain:
-        _dashed(axes, plain.tok_s, "plain decoding")
+        _dashed(axes, plain.tok_s, PLAINLY)
         axes.axhspan(plain.low, plain.high, color=NEUTRAL, alpha=0.12, linewidth=0)
         top = max(top, plain.high)
         if min(speeds) < plain.tok_s:
@@ -120,17 +123,17 @@ def throughput(name: str, title: str, methods: Mapping[str, Sequence[Speed]],
     return _finished(figure, axes, name, title, "Throughput over K, with plain decoding as a line.")
 
 
-def lengths(name: str, title: str, datasets: Mapping[str, Mapping[int, float]]) -> str:
+def lengths(name: str, title: str, datasets: Mapping[str, Mapping[int, float]]) -> Drawing:
     """The accepted length over K, a line a data set; the dashed line is plain decoding."""
     figure, axes = _panel({k for own in datasets.values() for k in own})
     for number, (dataset, own) in enumerate(datasets.items()):
         _line(axes, number, list(own), list(own.values()), dataset)
-    _dashed(axes, 1.0, "plain decoding")
+    _dashed(axes, 1.0, PLAINLY)
     axes.set(ylabel="tokens a step", ylim=(0.8, None))
     return _finished(figure, axes, name, title, "Accepted length over K.")
 
 
-def costs(name: str, title: str, classes: Mapping[str, Fit]) -> str:
+def costs(name: str, title: str, classes: Mapping[str, Fit]) -> Drawing:
     """What a round costs over K in plain steps: measured marks, the fitted line, a ring at the tuner's K."""
     figure, axes = _panel({0, *(point.k for fit in classes.values() for point in fit.points)})
     longest = max(max(fit.points[-1].k, fit.pick) for fit in classes.values())
@@ -149,11 +152,11 @@ def costs(name: str, title: str, classes: Mapping[str, Fit]) -> str:
     return _finished(figure, axes, name, title, "Cost of a round over K with its fitted line.")
 
 
-def latency(name: str, title: str, plain: Waits, methods: Mapping[str, Waits]) -> str:
+def latency(name: str, title: str, plain: Waits, methods: Mapping[str, Waits]) -> Drawing:
     """Throughput over what a user waits for a token, a line a method, a mark a number of users."""
     figure, axes = _panel()
     axes.plot(*zip(*plain.values(), strict=True), color=NEUTRAL, linewidth=1.2, linestyle=(0, (4, 3)),
-              marker=".", label="plain decoding")
+              marker=".", label=PLAINLY)
     for number, (method, own) in enumerate(methods.items()):
         if own:
             _line(axes, number, *zip(*own.values(), strict=True), method)
@@ -162,8 +165,12 @@ def latency(name: str, title: str, plain: Waits, methods: Mapping[str, Waits]) -
     return _finished(figure, axes, name, title, "Throughput over latency, marks in order of users.")
 
 
-def bars(name: str, title: str, classes: Mapping[str, Mapping[str, float]], methods: Sequence[str]) -> str:
-    """The best speed-up of each method by class of traffic; the dashed line is plain decoding."""
+def bars(name: str, title: str, classes: Mapping[str, Mapping[str, float]], methods: Sequence[str],
+         plain: Mapping[str, float] | None = None) -> Drawing:
+    """The best speed-up of each method by class of traffic, with plain decoding as a dashed line; or their
+    throughput, where `plain` says that of plain decoding in each class, which has a bar of its own."""
+    if plain:
+        classes = {label: {PLAINLY: plain[label], **own} for label, own in classes.items()}
     rows = sum(len(own) + _gap(own) for own in classes.values())
     figure, (axes,) = canvas((BAR * rows + 2 * LINE) / INCH, width=WIDE / INCH)
     top = max(each for own in classes.values() for each in own.values())
@@ -171,17 +178,19 @@ def bars(name: str, title: str, classes: Mapping[str, Mapping[str, float]], meth
     for own in classes.values():
         middles.append(place + (len(own) - 1) / 2)
         for method, each in own.items():
-            number = methods.index(method)
-            axes.barh(place, each, 0.86, color=SERIES[number % len(SERIES)], alpha=0.75,
+            colour = PLAIN if method == PLAINLY else SERIES[methods.index(method) % len(SERIES)]
+            axes.barh(place, each, 0.86, color=colour, alpha=0.75,
                       label=method if method not in axes.get_legend_handles_labels()[1] else None)
-            axes.text(max(each, 1.0) + 0.02 * top, place, f"{each:.2f}{' loses' if each < 1 else ''}",
-                      va="center")
+            told = f"{each:,.1f}" if plain else f"{each:.2f}{' loses' if each < 1 else ''}"
+            axes.annotate(told, (each if plain else max(each, 1.0), place), (4, 0), va="center", **POINTS)
             place += 1
         place += _gap(own)
-    axes.axvline(1.0, color=NEUTRAL, linewidth=1.2, linestyle=(0, (4, 3)), label="plain decoding")
+    if not plain:
+        _dashed(axes, 1.0, PLAINLY, upright=True)
     _name_lines(axes, middles, classes)
-    axes.set(xlabel="speed-up", xlim=(0, 1.25 * max(top, 1.0)), ylim=(place - 1.0, -1.0))
-    return _finished(figure, axes, name, title, "Best speed-up of each method by class of traffic.")
+    axes.set(xlabel="tokens/s" if plain else "speed-up", xlim=(0, 1.3 * max(top, 0.0 if plain else 1.0)),
+             ylim=(place - 1.0, -1.0))
+    return _finished(figure, axes, name, title, "The fastest K of each method by class of traffic.")
 
 
 def _gap(own: Mapping[str, float]) -> float:
@@ -223,11 +232,12 @@ def _line(axes: Axes, number: int, x: Sequence[float], y: Sequence[float], label
                   marker=MARKS[number % len(MARKS)], markersize=5)
 
 
-def _dashed(axes: Axes, y: float, label: str) -> None:
-    axes.axhline(y, color=NEUTRAL, linewidth=1.2, linestyle=(0, (4, 3)), label=label)
+def _dashed(axes: Axes, at: float, label: str, upright: bool = False) -> None:
+    (axes.axvline if upright else axes.axhline)(at, color=NEUTRAL, linewidth=1.2, linestyle=(0, (4, 3)),
+                                                label=label)
 
 
-def _finished(figure: Figure, axes: Axes, name: str, title: str, what: str) -> str:
+def _finished(figure: Figure, axes: Axes, name: str, title: str, what: str) -> Drawing:
     """With the legend above the panel, in as many columns as fit."""
     handles, labels = axes.get_legend_handles_labels()
     columns = max(1, min(len(labels), int(WIDE // (LETTER * max(map(len, labels)) + 3 * LINE))))

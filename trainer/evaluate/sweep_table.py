@@ -12,12 +12,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trainer.evaluate.doubts import NEAR_ONE
+from trainer.evaluate.doubts import NEAR_ONE, single_prompts
 from trainer.evaluate.figures import users
 from trainer.evaluate.rows import FEW_TOKENS
 from trainer.evaluate.traffic import CLASS, DRAFTER, Row, grouped
 
 NOTHING = "–"
+MOSTLY = 0.9  # share of steps with a draft from which a method drafts nearly always
 LOST = "do not speculate: plain decoding is faster"
 
 
@@ -77,14 +78,23 @@ def sentences(own: list[Row]) -> Iterator[str]:
     elif near := [row for row in silent if row["mean_accepted_length"] < NEAR_ONE]:
         yield (f"{len(near)} rows accept next to nothing (accepted length below {NEAR_ONE}), so that a "
                "speed-up would be chance.")
-    if single := sorted({row["dataset"] for row in own if row["prompts"] == 1}):
-        yield (f"One prompt of {', '.join(single)} was measured: how figures vary from prompt to prompt "
-               "cannot be told, only how they repeat.")
+    if seldom := [share for row in own if (share := _drafting(row)) < MOSTLY]:
+        yield (f"Of its steps only {min(seldom):.0%} to {max(seldom):.0%} had a draft; accepted lengths and "
+               "acceptance are those of these steps.")
+    yield from single_prompts(own)
     if any(row["repeats"] == 1 for row in own):
         yield "Every cell was measured once, so that no spread can be told; raise sweep.repeats."
     backends, versions = (" and ".join(sorted({row[name] for row in own}))
                           for name in ("attention_backend", "vllm"))
     yield f"Attention backend: {backends}; vLLM {versions}."
+
+
+def _drafting(row: Row) -> float:
+    """The share of the steps, after those that read a prompt, that had a draft to verify: a method that looks
+    up what came before does not always find something."""
+    drafted = row["drafts"] * row["mean_accepted_length"]  # tokens
+    without = row["output_tokens"] - row["requests"] * row["repeats"] - drafted
+    return row["drafts"] / (row["drafts"] + max(0.0, without)) if row["drafts"] else 0.0
 
 
 def _table(own: list[Row]) -> Table:

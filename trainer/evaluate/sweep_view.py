@@ -11,6 +11,8 @@ from typing import Any
 
 from trainer.errors import UserError
 from trainer.evaluate import figures, sweep_figures
+from trainer.evaluate.doubts import single_prompts
+from trainer.evaluate.figures import Drawing
 from trainer.evaluate.sweep_figures import Fit, Speed
 from trainer.evaluate.traffic import CLASS, DRAFTER, Row, grouped, points, tune, usable
 from trainer.evaluate.tuning_table import recommendation
@@ -18,6 +20,8 @@ from trainer.evaluate.tuning_table import recommendation
 K = "num_speculative_tokens"
 OPEN = 4  # drafters up to which each is shown at once; with more, each is folded
 UNNAMED = "all traffic"
+NO_BASELINE = ("No row says how fast its drafter and plain decoding are, so nothing is said of speed-ups; "
+               "measure both, of the same prompts (run=[sweep]).")
 
 
 def view(rows: Sequence[Row]) -> dict[str, Any]:
@@ -25,10 +29,7 @@ def view(rows: Sequence[Row]) -> dict[str, Any]:
     neither what was served nor on which data, or whose values are none."""
     import matplotlib
 
-    for number, row in enumerate(rows):
-        if lacking := [name for name in (*DRAFTER, "dataset") if not isinstance(row.get(name), str)]:
-            raise UserError(f"row {number} lacks {', '.join(lacking)}, expected the names of what was served "
-                            "and measured; measure it again, or take the row out")
+    require_names(rows)
     kept, left_out = usable(rows)
     tuned = {tuple(each[name] for name in DRAFTER): each for each in (tune(kept)["drafters"] if kept else [])}
     with matplotlib.rc_context(sweep_figures.SMALL):
@@ -37,7 +38,16 @@ def view(rows: Sequence[Row]) -> dict[str, Any]:
     verdicts = [point.speedup < 1 for own in grouped(kept, (*DRAFTER, *CLASS)).values()
                 for point in points(own).values()]
     return {"targets": targets, "left_out": dict(left_out), "rows": len(rows), "drafters": len(tuned),
+            "notes": [*single_prompts(rows), *([] if kept else [NO_BASELINE])],
             "points": len(verdicts), "losing": sum(verdicts), "open": len(tuned) <= OPEN}
+
+
+def require_names(rows: Sequence[Row]) -> None:
+    """Raises UserError for a row that says neither what was served nor on which data."""
+    for number, row in enumerate(rows):
+        if lacking := [name for name in (*DRAFTER, "dataset") if not isinstance(row.get(name), str)]:
+            raise UserError(f"row {number} lacks {', '.join(lacking)}, expected the names of what was served "
+                            "and measured; measure it again, or take the row out")
 
 
 def measured(rows: Iterable[Row]) -> list[Row]:
@@ -76,24 +86,62 @@ def _target(name: str, model: str, rows: list[Row], kept: dict[tuple, list[Row]]
     methods = [method for method, in kept]
     by_class = grouped([row for own in kept.values() for row in own], CLASS)
     comparison = [{"name": class_of(own[0]), "plain": _plain(own).tok_s,
-                   "cells": [_best(points(found)) if (found := by_method.get((method,))) else None
+                   "cells": [_fastest(found) if (found := by_method.get((method,))) else None
                              for method in methods]}
                   for own in by_class.values() for by_method in [grouped(own, ["method"])]]
     top = [max((cell["speedup"] for cell in line["cells"] if cell), default=None) for line in comparison]
     for line, most in zip(comparison, top, strict=True):
         for cell in filter(None, line["cells"]):
             cell["best"] = cell["speedup"] == most and not cell["loses"] and len(methods) > 1
-    bars = sweep_figures.bars(f"{name}bars", f"{model}: best speed-up by method", {
-        _two_lines(line["name"]): {method: cell["speedup"] for method, cell in
-                                   zip(methods, line["cells"], strict=True) if cell}
-        for line in comparison}, methods) if comparison else None
     throughput = [(class_of(own[0]), _throughput(f"{name}speed{place}", model, own, methods))
                   for place, own in enumerate(by_class.values())]
-    return {"model": model, "methods": methods, "comparison": comparison, "throughput": throughput,
-            "bars": bars, "latency": _latencies(name, model, by_class, methods),
+    return {"model": model, "methods": methods, "comparison": comparison,
+            "bars": _bars(name, model, comparison, methods) if comparison else [],
+            "throughput": throughput, "latency": _latencies(name, model, by_class, methods),
+            "positions": _by_method(name, model, rows),
             "drafters": [_drafter(f"{name}drafter{place}", own, kept.get((method,), []),
                                   tuned.get((model, method)))
                          for place, ((method,), own) in enumerate(grouped(rows, ["method"]).items())]}
+
+
+def _bars(name: str, model: str, comparison: Sequence[dict[str, Any]],
+          methods: Sequence[str]) -> list[tuple[str, Drawing]]:
+    """Speed-up and throughput of the fastest K of each method, beside plain decoding."""
+    cells = {_two_lines(line["name"]): {method: cell for method, cell in
+                                        zip(methods, line["cells"], strict=True) if cell}
+             for line in comparison}
+    plain = dict(zip(cells, (line["plain"] for line in comparison), strict=True))
+    speedups, speeds = ({label: {method: cell[field] for method, cell in own.items()}
+                         for label, own in cells.items()} for field in ("speedup", "tok_s"))
+    return [("Best speed-up", sweep_figures.bars(f"{name}bars", f"{model}: best speed-up by method", speedups,
+                                                 methods)),
+            ("Throughput at that K", sweep_figures.bars(f"{name}speeds", f"{model}: throughput by method",
+                                                        speeds, methods, plain))]
+
+
+def _by_method(name: str, model: str, rows: Sequence[Row]) -> Drawing | None:
+    """Acceptance by position of the methods beside each other: of each the longest K, served if it was, with
+    the fewest users. None of a single method."""
+    counted = [row for row in rows if row.get(K) and row.get("per_position_acceptance")
+               and row.get("mean_accepted_length") and "confidence" not in row]
+    if len({row["method"] for row in counted}) < 2:
+        return None
+    several = len({row.get("temperature") for row in counted}) > 1
+    named: dict[str, Row] = {}
+    for (_, temperature), own in grouped(counted, ("dataset", "temperature")).items():
+        for same in grouped(own, ["method"]).values():
+            row = min(same, key=lambda each: (each.get("engine") == "in_process", -each[K],
+                                              each.get("users") or 1))
+            load = load_of(temperature, None) if several else ""
+            named[", ".join(filter(None, (row["dataset"], load, row["method"], f"K={row[K]}")))] = row
+    return sweep_figures.acceptance(f"{name}methods", f"{model}: acceptance by position", [*named.values()],
+                                    [*named])
+
+
+def _fastest(rows: Sequence[Row]) -> dict[str, Any]:
+    """The best K of one class and method, and its throughput."""
+    best = _best(points(rows))
+    return {**best, "tok_s": _speed([row for row in rows if row[K] == best["k"]], "tok_s").tok_s}
 
 
 def _best(found: Mapping[int, Any]) -> dict[str, Any]:
@@ -102,7 +150,7 @@ def _best(found: Mapping[int, Any]) -> dict[str, Any]:
             "losing": [each.k for each in found.values() if each.speedup < 1]}
 
 
-def _throughput(name: str, model: str, rows: list[Row], methods: Sequence[str]) -> str:
+def _throughput(name: str, model: str, rows: list[Row], methods: Sequence[str]) -> Drawing:
     by_method = grouped(rows, ["method"])
     lines = {method: [_speed(same, "tok_s") for _, same in
                       sorted(grouped(by_method.get((method,), []), [K]).items())] for method in methods}
@@ -121,7 +169,7 @@ def _plain(rows: Sequence[Row]) -> Speed:
 
 
 def _latencies(name: str, model: str, by_class: dict[tuple, list[Row]],
-               methods: Sequence[str]) -> list[tuple[str, str]]:
+               methods: Sequence[str]) -> list[tuple[str, Drawing]]:
     """A figure for each data set and temperature that was measured with several numbers of users, where the
     rows say what users wait: plain decoding, and each method at the K that was fastest for that number."""
     found = []
@@ -165,7 +213,7 @@ def _drafter(name: str, rows: list[Row], kept: list[Row], tuned: Row | None) -> 
 
 
 def _costs(name: str, title: str, by_class: Mapping[tuple, Mapping[int, Any]],
-           classes: Mapping[tuple, Row]) -> list[tuple[str, str]]:
+           classes: Mapping[tuple, Row]) -> list[tuple[str, Drawing]]:
     """A panel for each load, a line for each data set."""
     loads: dict[str, dict[str, Fit]] = {}
     for (dataset, temperature, users), own in by_class.items():

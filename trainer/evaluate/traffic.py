@@ -41,8 +41,9 @@ PUBLISHED = Doubts(identity_tolerance=0.05, rise_tolerance=0.011, sound=False, p
 
 
 def tune(rows: Sequence[Row], lengths: Lengths | None = None) -> dict[str, Any]:
-    """What `tuning.json` holds. Without `lengths`, every K up to the longest that was measured is a choice.
-    Raises UserError where no row has a speed-up and acceptance by position, or one is broken."""
+    """What `tuning.json` holds. Without `lengths`, the choices are the K that the rows say are possible, or
+    every one up to the longest that was measured. Raises UserError where no row has a speed-up and acceptance
+    by position, or one is broken."""
     kept, left_out = usable(rows)
     if not kept:
         reasons = ", ".join(f"{count} with {why}" for why, count in left_out.items()) or "it is empty"
@@ -157,7 +158,8 @@ def _mean(k: int, rows: Sequence[Row]) -> Point:
 def _drafter(key: tuple, rows: list[Row], lengths: Lengths | None) -> Row:
     """What to serve one drafter with, over all its traffic and class by class."""
     longest = max(row["num_speculative_tokens"] for row in rows)
-    chosen = list(lengths(str(key[1]), longest) if lengths else range(1, longest + 1))
+    chosen = list(lengths(str(key[1]), longest) if lengths else
+                  rows[0].get("possible_k") or range(1, longest + 1))
     backends = sorted({row["attention_backend"] for row in rows if row.get("attention_backend")})
     doubts = PUBLISHED.warnings(rows)
     if beyond := sorted({row["num_speculative_tokens"] for row in rows} - {*chosen}):
@@ -213,7 +215,8 @@ def _class(group: tuple, rows: list[Row], measured: list[Point], expected: list[
             "round_cost": {"intercept": round(cost.intercept, 3), "slope": round(cost.slope, 4),
                            "intercept_sd": round(cost.sd(0), 3)},
             **_shown(found), "speculate": bool(found.k), "measure_next": more and more[0],
-            "expected": [_shown(each) for each in expected], "doubts": _doubts(measured)}
+            "expected": [_shown(each) for each in expected],
+            "doubts": _doubts(measured, sum(each.k > 0 for each in expected))}
 
 
 def _shown(each: Expected) -> Row:
@@ -221,12 +224,13 @@ def _shown(each: Expected) -> Row:
             "low": round(each.low, 3), "high": round(each.high, 3), "measured": each.measured}
 
 
-def _doubts(measured: Sequence[Point]) -> list[dict[str, str]]:
-    """What a class's measurements say of the server rather than of the drafter, each with its kind."""
+def _doubts(measured: Sequence[Point], choices: int) -> list[dict[str, str]]:
+    """What a class's measurements say of the server rather than of the drafter, each with its kind; `choices`
+    are the K that there are."""
     cost, found = seen_cost(measured), []
     if len(measured) == 1:
-        found.append(("slope", f"only K = {measured[0].k} was measured, so what one more token costs is "
-                      "taken to be as elsewhere; measure another K"))
+        found += [("slope", f"only K = {measured[0].k} was measured, so what one more token costs is "
+                   "taken to be as elsewhere; measure another K")] if choices > 1 else []
     elif cost.intercept - NINETY * cost.sd(0) > SLOW_START:
         top = max(measured, key=lambda point: point.speedup)
         gain = top.accepted_length / (BATCHED + cost.slope * top.k)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,10 +45,10 @@ class Format(ABC):
         """What a server loads as its model, and as its drafter (None: the model has it inside)."""
         return target, folder
 
-    def commands(self, method: str, folder: Place, target: str, k: int) -> dict[str, str]:
-        """Commands by platform that serve the folder with drafts of `k` tokens."""
+    def commands(self, method: str, folder: Place, target: str, lengths: Mapping[str, Any]) -> dict[str, str]:
+        """Commands by platform that serve the folder; `lengths` as `draft_lengths` gives them."""
         model, drafter = self.served(folder, target)
-        return {"vllm": serve_line(model, speculation(method, drafter, k))}
+        return {"vllm": serve_line(model, speculation(method, drafter, lengths))}
 
     def write(self, folder: Path, exported: Exported, serving: Serving, dtype: torch.dtype) -> None:
         folder.mkdir(parents=True, exist_ok=True)

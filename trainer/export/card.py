@@ -6,8 +6,14 @@ import re
 from typing import Any
 
 from trainer.export.formats import FORMATS
+from trainer.export.serve_line import draft_lengths
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def default_line(facts: dict[str, Any]) -> str:
+    """The line that says which draft is the default."""
+    return f"| default draft (K) | {facts['default_k']} |"
 
 
 def model_card(form: str, facts: dict[str, Any], target_name: str) -> str:
@@ -15,7 +21,7 @@ def model_card(form: str, facts: dict[str, Any], target_name: str) -> str:
     are given inside the folder. Without a published target its users are told to fill in the place."""
     published = HUB_NAME.fullmatch(facts["target"]) is not None
     served = facts["target"] if published else f"PATH/TO/{target_name}"
-    commands = FORMATS[form].commands(facts["method"], ".", served, facts["default_k"])
+    commands = FORMATS[form].commands(facts["method"], ".", served, draft_lengths(facts))
     if not published:
         commands.pop("vllm (short)", None)  # it looks for the target where this machine has it
     tags = ["speculative-decoding", form, facts["method"]]
@@ -27,7 +33,7 @@ def model_card(form: str, facts: dict[str, Any], target_name: str) -> str:
              f"| target | `{facts['target'] if published else target_name}` |",
              f"| target identity | `{facts['target_identity']}` |",
              f"| chat template hash | `{facts['template_hash']}` |",
-             f"| longest draft (max K) | {facts['max_k']} |", f"| default draft (K) | {facts['default_k']} |",
+             f"| longest draft (max K) | {facts['max_k']} |", f"{default_line(facts)}",
              f"| trained modes | {', '.join(facts['trained_modes'])} |",
              "", "## Serve", "", "In this folder:", ""]
     for command in commands.values():

@@ -7,6 +7,7 @@ For drafters that live inside their target see `stitched`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from trainer.architectures.base import Exported
@@ -31,8 +32,8 @@ class Speculators(Format):
     def parse(self, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         return config["transformer_layer_config"], config
 
-    def commands(self, method: str, folder: Place, target: str, k: int) -> dict[str, str]:
-        return {**super().commands(method, folder, target, k),
+    def commands(self, method: str, folder: Place, target: str, lengths: Mapping[str, Any]) -> dict[str, str]:
+        return {**super().commands(method, folder, target, lengths),
                 "vllm (short)": serve_line(folder)}
 
 

@@ -159,6 +159,5 @@ class ServeCommand(Stage):
             raise UserError(f"serve_command.k={self.k} is a draft length that no server takes of the drafter "
                             f"in {folder}; set it to one of {', '.join(map(str, possible))}")
         model, drafter = FORMATS[form].served(folder / form, facts["target"])
-        draft = speculation(facts["method"], drafter, facts["default_k"])
-        return str(model), {**draft, **draft_lengths(facts)}
+        return str(model), speculation(facts["method"], drafter, draft_lengths(facts))
 

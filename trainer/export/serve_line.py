@@ -12,13 +12,13 @@ Place = Path | str  # a folder, or a name on the Hub
 SCHEDULE = "num_speculative_tokens_per_batch_size"
 
 
-def speculation(method: str, drafter: Place | None, k: int) -> dict[str, Any]:
-    """What `--speculative-config` takes; `drafter` None: the target has it inside."""
-    return {"method": method, **({} if drafter is None else {"model": str(drafter)}),
-            "num_speculative_tokens": k}
+def speculation(method: str, drafter: Place | None, lengths: Mapping[str, Any]) -> dict[str, Any]:
+    """What `--speculative-config` takes; `drafter` None: the target has it inside; `lengths` as
+    `draft_lengths` gives them."""
+    return {"method": method, **({} if drafter is None else {"model": str(drafter)}), **lengths}
 
 
-def draft_lengths(facts: dict[str, Any]) -> dict[str, Any]:
+def draft_lengths(facts: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of `--speculative-config` for these facts: a server drafts up to the first of them, so that is
     the longest of a schedule. One that is the same for every batch says no more than the length alone, and
     costs full graphs in vLLM's older runner, so it is left out."""

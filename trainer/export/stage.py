@@ -20,7 +20,7 @@ from trainer.data.responses import read_samples
 from trainer.export.calibration import calibrate
 from trainer.export.card import model_card
 from trainer.export.formats import FORMATS, FormatName, Serving
-from trainer.export.tuned import with_speculation
+from trainer.export.serve_line import draft_lengths
 from trainer.gates import Gate, require
 from trainer.hidden_states.base import HiddenStateSource, MakeSource
 from trainer.pipeline import Stage
@@ -94,7 +94,7 @@ class Export(Stage):
             (out / form / "README.md").write_text(model_card(form, facts, self.target.name))
         final = out.with_name(out.name.removesuffix(".partial"))  # where the folder will lie when finished
         first = self.formats[0]
-        commands = FORMATS[first].commands(drafter.method, final / first, name, self.default_k)
+        commands = FORMATS[first].commands(drafter.method, final / first, name, draft_lengths(facts))
         (out / "export.json").write_text(json.dumps({**facts, "serve_commands": commands}, indent=1) + "\n")
         return {"gates": gates, "formats": self.formats, "max_k": drafter.max_k, "default_k": self.default_k,
                 **({"confidence": facts["confidence"]} if drafter.estimates else {}),
@@ -106,8 +106,8 @@ class Export(Stage):
             print(f"exported: {folder / form}, {FORMATS[form].use}")
         first = facts["formats"][0]
         commands = FORMATS[first].commands(facts["method"], folder.resolve() / first, facts["target"],
-                                           facts["default_k"])
-        print(f"serve it: {with_speculation(commands['vllm'], facts)}", flush=True)
+                                           draft_lengths(facts))
+        print(f"serve it: {commands['vllm']}", flush=True)
         if not facts.get("speculate", True):
             print("serve it without a drafter, though: where it was measured, plain decoding was faster")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,9 @@ class Changes(Format):
     def parse(self, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         return config["target_config"], config
 
-    def commands(self, method: str, folder: Place, target: str, k: int) -> dict[str, str]:
+    def commands(self, method: str, folder: Place, target: str, lengths: Mapping[str, Any]) -> dict[str, str]:
         apply = f"python tools/apply_mtp.py {folder} FOLDER_OF_THE_TARGET NEW_FOLDER"
-        return {"apply": apply} | Stitched().commands(method, "NEW_FOLDER", target, k)
+        return {"apply": apply} | Stitched().commands(method, "NEW_FOLDER", target, lengths)
 
 
 class Stitched(Format):

@@ -9,24 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from trainer import _folders
 from trainer.errors import UserError, first_line
+from trainer.export.card import default_line
 from trainer.export.serve_line import SCHEDULE, draft_lengths
 
-LENGTH = re.compile(r'"num_speculative_tokens": \d+(, "' + SCHEDULE + r'": \[\[[\d, \[\]]*\]\])?')
-DEFAULT = re.compile(r"(?<=\| default draft \(K\) \| )\d+")
 FILES = ("speculator.json", "config.json", "README.md")
 HEADING = "\n## Tuned\n"
-
-
-def with_speculation(text: str, facts: dict[str, Any]) -> str:
-    """A command, or a text with some, that drafts as the facts say."""
-    return LENGTH.sub(json.dumps(draft_lengths(facts))[1:-1].replace("\\", r"\\"), text)
 
 
 def exported_facts(folder: Path) -> dict[str, Any]:
@@ -58,21 +51,23 @@ def write_tuned(folder: Path, tuned: dict[str, Any]) -> None:
         for form in exported["formats"]:
             _write(root / form, tuned)
         facts = _with(exported, tuned)
-        commands = {name: with_speculation(command, facts)
+        commands = {name: _retold(command, exported, facts)
                     for name, command in exported["serve_commands"].items()}
         _folders.write_json(root / "export.json", {**facts, "serve_commands": commands})
 
 
 def _write(folder: Path, tuned: dict[str, Any]) -> None:
     described, config, card = (folder / name for name in FILES)
-    facts = _with(_read(described), tuned)
+    before = _read(described)
+    facts = _with(before, tuned)
     content = _read(config) if config.is_file() else {}
     if "speculators_config" in content:  # it is served alone, and says how
         for method in content["speculators_config"]["proposal_methods"]:
             method["speculative_tokens"] = facts["default_k"]
         _folders.write_json(config, content)
     if card.is_file():
-        text = DEFAULT.sub(str(facts["default_k"]), with_speculation(card.read_text(encoding="utf-8"), facts))
+        text = _retold(card.read_text(encoding="utf-8"), before, facts)
+        text = text.replace(default_line(before), default_line(facts))
         _folders.write_text(card, text.partition(HEADING)[0] + HEADING + f"\n{_told(facts)}\n")
     _folders.write_json(described, facts)
 
@@ -82,6 +77,12 @@ def _with(facts: dict[str, Any], tuned: dict[str, Any]) -> dict[str, Any]:
     found = {**facts, "default_k": tuned["default_k"] or facts["default_k"], "speculate": tuned["speculate"],
              "tuned_speedup": tuned["speedup"], SCHEDULE: tuned[SCHEDULE]}
     return {key: value for key, value in found.items() if key != SCHEDULE or value}
+
+
+def _retold(text: str, before: dict[str, Any], facts: dict[str, Any]) -> str:
+    """A command, or a card with some, that said what was `before`; its owner may have changed the rest."""
+    old, new = (json.dumps(draft_lengths(each))[1:-1] for each in (before, facts))
+    return text.replace(old, new)
 
 
 def _told(facts: dict[str, Any]) -> str:

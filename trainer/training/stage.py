@@ -22,17 +22,7 @@ from trainer.hidden_states.base import HiddenStateSource, MakeSource, Manifest
 from trainer.hidden_states.prefetch import Prefetch
 from trainer.pipeline import Stage
 from trainer.progress import Progress
-from trainer.ranges import (
-    AtMost,
-    Count,
-    Device,
-    Gives,
-    Positive,
-    Seed,
-    SequenceLength,
-    Share,
-    require_device,
-)
+from trainer.ranges import AtMost, Count, Device, Gives, Positive, Seed, SequenceLength, Share, require_device
 from trainer.records import Sample, stored
 from trainer.target import Target
 from trainer.training import checkpoint, monitors

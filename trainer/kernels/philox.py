@@ -8,27 +8,24 @@ from torch import Tensor
 
 ACCEPT, EMIT = 0, 1  # streams
 _WORD = 0xFFFFFFFF
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
 
-def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
-           ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Ten rounds; every word is an int64 tensor of 32-bit values, and so is what comes back."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(10):
-        first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]  # their low 64 bits, whatever the sign
-        c0, c1, c2, c3 = ((second >> 32) & _WORD ^ c1 ^ k0, second & _WORD,
-                          (first >> 32) & _WORD ^ c3 ^ k1, first & _WORD)
-        k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
-    return c0, c1, c2, c3
+def philox(counter: Tensor, key: Tensor) -> Tensor:
+    """Ten rounds: counter [4, N] and key [2, N] of 32-bit words in int64, as is what comes back, [4, N]."""
+    multipliers = counter.new_tensor([[0xD2511F53], [0xCD9E8D57]])
+    steps = counter.new_tensor([[0x9E3779B9], [0xBB67AE85]])
+    even, odd = counter[0::2], counter[1::2]
+    for turn in range(10):
+        product = even * multipliers  # its low 64 bits, whatever the sign
+        even = (product >> 32).bitwise_and_(_WORD).flip(0) ^ odd ^ (key + turn * steps & _WORD)
+        odd = product.bitwise_and_(_WORD).flip(0)
+    return torch.stack([even, odd], 1).flatten(0, 1)
 
 
 def uniform(seed: Tensor, position: Tensor, stream: int, turn: Tensor | None = None) -> Tensor:
-    """Numbers in [0, 1) with 53 bits, float64 of the shape of `position`: seed and position int64, the
-    position that of the token whose fate is drawn. `turn`, int64, tells draws of the same position apart."""
-    turn = torch.zeros_like(position) if turn is None else turn
-    counter = (position & _WORD, (position >> 32) & _WORD, torch.full_like(position, stream), turn)
-    high, low, _, _ = philox(counter, (seed & _WORD, (seed >> 32) & _WORD))
+    """Numbers in [0, 1) with 53 bits, float64 [N]: seed and position [N] int64, the position that of the
+    token whose fate is drawn. `turn`, [N] int64, tells draws of the same position apart."""
+    words = torch.full((4, len(position)), stream, device=position.device)
+    words[0], words[1], words[3] = position & _WORD, position >> 32 & _WORD, 0 if turn is None else turn
+    high, low, _, _ = philox(words, torch.stack([seed & _WORD, seed >> 32 & _WORD]))
     return ((high >> 5).double() * 2.0 ** 26 + (low >> 6).double()) * 2.0 ** -53

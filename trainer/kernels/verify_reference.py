@@ -143,9 +143,9 @@ class _Request:
         return draw(residual if residual.sum() > 0 else target, self._uniform(row, EMIT))
 
     def _uniform(self, row: int, stream: int, turn: int = 0) -> float:
-        sampling = self.step.sampling
-        position = sampling.position[self.index] + row - self.start
-        return float(uniform(sampling.seed[self.index], position, stream, torch.full_like(position, turn)))
+        sampling, here = self.step.sampling, slice(self.index, self.index + 1)
+        position = sampling.position[here] + row - self.start
+        return float(uniform(sampling.seed[here], position, stream, torch.full_like(position, turn)))
 
 
 def filtered(scaled: Tensor, top_k: int, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -175,8 +175,8 @@ def draw(weights: Tensor, number: float) -> int:
 
 
 def _crossing(weights: Tensor, place: float) -> int:
-    """The first index up to which the weights are more than `place`; by rounding the last with any weight."""
-    beyond = (weights.cumsum(0) > place).nonzero()
+    """The first index that takes the weights' sum beyond `place`; by rounding the last with any weight."""
+    beyond = ((weights.cumsum(0) > place) & (weights > 0)).nonzero()
     return int(beyond[0] if len(beyond) else weights.nonzero()[-1])
 
 

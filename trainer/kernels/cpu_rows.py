@@ -34,7 +34,7 @@ def most_likely(logits: Tensor, rows: list[int]) -> Tensor:
     is the largest. What is not a number is impossible.
 
     A positive number's bits read as an integer rise with it, and those of negative ones are negative: the
-    largest integer is the largest number wherever that is positive. Integers compare several times faster. """
+    largest integer is the largest number wherever that is positive. Integers compare many times faster. """
     size = logits.shape[1]
     whole = logits.view(WHOLE[logits.dtype])
     infinity = int(torch.tensor(torch.inf, dtype=logits.dtype).view(whole.dtype))
@@ -68,7 +68,8 @@ class Rows:
         self.step, self.logits = step, step.target_logits[:, :self.size]
         self.temperature = step.sampling.temperature[request]
         self.highest = torch.zeros(rows)
-        self.masses = torch.empty(rows, -(-self.size // BLOCK))
+        self.width = min(BLOCK, -(-self.size // CELL) * CELL)  # of a block
+        self.masses = torch.empty(rows, -(-self.size // self.width))
         self.total = torch.ones(rows, dtype=torch.float64)
         self.edge = torch.full((rows,), -torch.inf)
         self.last = torch.full((rows,), self.size)
@@ -89,11 +90,11 @@ class Rows:
 
     def chunks(self, rows: Tensor) -> tuple[Tensor, ...]:
         """As many at a time as stay in the cache."""
-        return rows.split(max(1, CACHED // self.size)) if len(rows) else ()
+        return rows.split(max(1, CACHED // (self.masses.shape[1] * self.width))) if len(rows) else ()
 
     def _look(self, rows: Tensor) -> None:
         scaled = self._scaled(rows)
-        cells = scaled.unflatten(1, (-1, BLOCK)).amax(2)
+        cells = scaled.unflatten(1, (-1, self.width)).amax(2)
         highest = cells.amax(1)
         if not highest.isfinite().all():
             scaled.masked_fill_(scaled.isnan(), -torch.inf)
@@ -102,9 +103,9 @@ class Rows:
             highest.masked_fill_(~highest.isfinite(), 0)
         self.highest[rows] = highest
         if self.nothing_filtered:
-            masses = scaled.sub_(highest[:, None]).exp_().unflatten(1, (-1, BLOCK)).sum(2)
+            masses = scaled.sub_(highest[:, None]).exp_().unflatten(1, (-1, self.width)).sum(2)
         else:
-            masses = (scaled - highest[:, None]).exp_().unflatten(1, (-1, BLOCK)).sum(2)
+            masses = (scaled - highest[:, None]).exp_().unflatten(1, (-1, self.width)).sum(2)
             filtered = (self.filters[rows] & ~self.faulty[rows]).nonzero()[:, 0]
             if len(filtered):
                 masses[filtered] = self._filter(rows[filtered], scaled[filtered], masses[filtered])
@@ -113,7 +114,7 @@ class Rows:
 
     def _scaled(self, rows: Tensor) -> Tensor:
         """[n, whole blocks] float32: the logits over the temperature, impossible ones behind them."""
-        scaled = torch.empty(len(rows), self.masses.shape[1] * BLOCK)
+        scaled = torch.empty(len(rows), self.masses.shape[1] * self.width)
         scaled[:, self.size:] = -torch.inf
         start = 0
         for run in runs(rows.tolist()):
@@ -150,12 +151,12 @@ class Rows:
         place = kept.sum(1, keepdim=True) - 1  # they stand in order
         self.edge[rows], self.last[rows] = values.gather(1, place)[:, 0], ids.gather(1, place)[:, 0]
         sums = torch.zeros_like(masses, dtype=torch.float64)
-        return sums.scatter_add_(1, ids // BLOCK, weights.masked_fill_(~kept, 0)).float()
+        return sums.scatter_add_(1, ids // self.width, weights.masked_fill_(~kept, 0)).float()
 
     def weights(self, rows: Tensor, ids: Tensor) -> Tensor:
         """[n, m] float64: the target's chances times `total`, of ids [n, m] int64; padding has none."""
-        scaled = self.logits[rows[:, None], ids.clamp(0, self.size - 1)].float() / self.temperature[rows, None]
-        edge = self.edge[rows, None]
+        logits = self.logits[rows[:, None], ids.clamp(0, self.size - 1)].float()
+        scaled, edge = logits / self.temperature[rows, None], self.edge[rows, None]
         kept = (scaled > edge) | (scaled == edge) & (ids <= self.last[rows, None])
         weights = (scaled - self.highest[rows, None]).exp_().double()
         return weights.masked_fill_(~kept | (ids < 0) | (ids >= self.size), 0)
@@ -179,7 +180,7 @@ class Rows:
         return torch.cat([weight[:0], *(self.residual(*each).sum((1, 2)).double() for each in parts)])
 
     def residual(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """[n, blocks, BLOCK] float32: what `residual_masses` sums where drafts were drawn from something."""
+        """[n, blocks, width] float32: what `residual_masses` sums where drafts were drawn from something."""
         drawn, highest, edge = self.step.distribution, self.highest[rows, None], self.edge[rows, None]
         left = self._scaled(rows)
         left.masked_fill_(left.isnan(), -torch.inf)
@@ -196,7 +197,7 @@ class Rows:
             left[:, :self.size] -= chances[:, :self.size]
         else:
             left.index_add_(1, drawn.token_ids, chances, alpha=-1)
-        return left.clamp_(min=0).unflatten(1, (-1, BLOCK))
+        return left.clamp_(min=0).unflatten(1, (-1, self.width))
 
 
 def _largest(cells: Tensor, scaled: Tensor, top_k: Tensor) -> Tensor:
@@ -209,8 +210,8 @@ def _largest(cells: Tensor, scaled: Tensor, top_k: Tensor) -> Tensor:
 
 
 def _candidates(scaled: Tensor, cells: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
-    """values [n, m] float32 of all in `scaled` [n, ids] that reach bound [n], the largest first, of equals the
-    lowest id first, -inf behind them; ids [n, m] int64."""
+    """values [n, m] float32 of all in `scaled` [n, ids] that reach bound [n], the largest first, of equals
+    the lowest id first, -inf behind them; ids [n, m] int64."""
     row, cell = (cells >= bound[:, None]).nonzero().T
     taken = scaled.unflatten(1, (-1, CELL))[row, cell]
     some, place = (taken >= bound[row, None]).nonzero().T

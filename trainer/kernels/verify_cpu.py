@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from trainer.kernels.cpu_rows import BLOCK, Rows, most_likely
+from trainer.kernels.cpu_rows import Rows, most_likely
 from trainer.kernels.philox import ACCEPT, EMIT, uniform
 from trainer.kernels.verification import Verification, Verified
 
@@ -146,11 +146,11 @@ class _Draws:
 def _of_target(rows: Rows, at: Tensor, without: Tensor, number: Tensor) -> Tensor:
     """A token of the target at each row in `at`, none of `without` unless that is all there is."""
     def inside(block: Tensor) -> Tensor:
-        ids = block[:, None] * BLOCK + torch.arange(BLOCK)
+        ids = block[:, None] * rows.width + torch.arange(rows.width)
         return rows.weights(at, ids).masked_fill_(ids == without[:, None], 0)
 
     masses = rows.masses[at].double()
-    own = without.clamp(0, rows.size - 1) // BLOCK
+    own = without.clamp(0, rows.size - 1) // rows.width
     masses.scatter_(1, own[:, None], inside(own).sum(1, keepdim=True))
     alone = (masses.sum(1) == 0) & (without >= 0)
     if alone.any():
@@ -159,7 +159,7 @@ def _of_target(rows: Rows, at: Tensor, without: Tensor, number: Tensor) -> Tenso
 
 
 def _of_weights(weights: Tensor, number: Tensor) -> Tensor:
-    """The ids at numbers [n] of weights [n, blocks, BLOCK], -1 where all are 0."""
+    """The ids at numbers [n] of weights [n, blocks, width], -1 where all are 0."""
     masses, index = weights.sum(2).double(), torch.arange(len(weights))
     drawn = _two_levels(masses, lambda block: weights[index, block].double(), number)
     return drawn.masked_fill_(masses.sum(1) == 0, -1)
@@ -167,12 +167,13 @@ def _of_weights(weights: Tensor, number: Tensor) -> Tensor:
 
 def _two_levels(masses: Tensor, inside: Callable[[Tensor], Tensor], number: Tensor) -> Tensor:
     """The ids at numbers [n] in [0, 1) of weights that have masses [n, blocks] float64; `inside` gives those
-    of a block [n] of each, [n, BLOCK] float64."""
+    of a block [n] of each, [n, width] float64."""
     running = masses.cumsum(1)
     place = number * running[:, -1]
     block = _crossing(masses, place)
     before = torch.nn.functional.pad(running, (1, 0)).gather(1, block[:, None])[:, 0]
-    return block * BLOCK + _crossing(inside(block), place - before)
+    weights = inside(block)
+    return block * weights.shape[1] + _crossing(weights, place - before)
 
 
 def _crossing(weights: Tensor, place: Tensor) -> Tensor:

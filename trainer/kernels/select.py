@@ -9,6 +9,7 @@ from typing import Literal
 from torch import Tensor
 
 from trainer.errors import UserError
+from trainer.kernels.verification import Verification, Verified
 
 BlockAttention = Literal["reference", "flex"]
 
@@ -27,4 +28,15 @@ def block_attention(name: str) -> Callable[..., Tensor]:
         from trainer.kernels.block_attention import block_attention as chosen
     else:
         raise UserError(f"drafter.attention={name} is not known; choose reference or flex")
+    return chosen
+
+
+def verify(name: str) -> Callable[[Verification], Verified]:
+    """`reference` (any device, slow) or `cpu` (logits of a CPU)."""
+    if name == "reference":
+        from trainer.kernels.verify_reference import verify as chosen
+    elif name == "cpu":
+        from trainer.kernels.verify_cpu import verify as chosen
+    else:
+        raise UserError(f"verify={name} is not known; choose reference or cpu")
     return chosen

@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from disks import mounted
+from hypothesis import settings
 
 from trainer.target import Target
 from trainer.target_made import Kept, RandomGemma4, RandomLlama
+
+settings.register_profile("patient", deadline=None)  # how long an example takes is up to the machine
+settings.load_profile("patient")
 
 
 @pytest.fixture(scope="session")

@@ -94,7 +94,7 @@ class TestInOrder:
         found = ask(engine(target, peer))[0]
         assert found.taps.dtype == torch.float32 and found.taps.is_contiguous() and found.last.is_contiguous()
 
-    @settings(max_examples=12, deadline=None)
+    @settings(max_examples=12)
     @given(some.integers(0, 2**32), some.integers(1, 3), some.integers(1, 4), some.integers(0, 20))
     def test_whatever_arrives_first(self, tmp_path_factory: pytest.TempPathFactory, seed: int, servers: int,
                                     in_flight: int, count: int) -> None:

@@ -201,7 +201,7 @@ def test_files_and_methods_that_are_not_there_are_named(tmp_path: Path) -> None:
         drafter_of(tuning, "eagle3")
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.dictionaries(st.integers(1, 60), st.floats(0.02, 2.0), min_size=1, max_size=4))
 def test_any_schedule_covers_its_batches_once(loads: dict[int, float]) -> None:
     found = one([each for users, slope in loads.items() for each in sweep(users=users, slope=slope)])

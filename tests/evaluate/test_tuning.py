@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.evaluate.traffic import grouped, points, read_rows
@@ -117,7 +117,6 @@ def made(k: int, intercept: float, slope: float, keep: float = 0.8) -> Point:
     return Point(k, rates, length, length / (intercept + slope * k))
 
 
-@settings(deadline=None)
 @given(intercept=st.floats(1.0, 4.0), slope=st.floats(0.05, 1.0))
 def test_an_exact_line_is_found(intercept: float, slope: float) -> None:
     seen = [made(k, intercept, slope) for k in (1, 4, 7)]
@@ -150,7 +149,6 @@ def curves(draw: st.DrawFn, shortest: int = 1) -> list[float]:
     return [math.prod(shares[:place]) for place in range(1, len(shares) + 1)]
 
 
-@settings(deadline=None)
 @given(known=st.lists(curves(), max_size=3), k=st.integers(1, 16))
 def test_extended_acceptance_is_cumulative(known: Sequence[list[float]], k: int) -> None:
     by_k = {len(curve): curve for curve in known}
@@ -166,7 +164,6 @@ def test_extended_acceptance_is_cumulative(known: Sequence[list[float]], k: int)
         assert list(rates[:max(by_k)]) == by_k[max(by_k)]
 
 
-@settings(deadline=None)
 @given(curve=curves(), more=st.floats(0.0, 1.0), intercept=st.floats(0.5, 5.0), slope=st.floats(0.0, 1.0))
 def test_more_acceptance_is_never_slower(curve: list[float], more: float, intercept: float,
                                          slope: float) -> None:
@@ -176,7 +173,6 @@ def test_more_acceptance_is_never_slower(curve: list[float], more: float, interc
     assert speedup([], cost) == 1.0
 
 
-@settings(deadline=None)
 @given(curve=curves(shortest=2), intercept=st.floats(1.0, 5.0), slope=st.floats(0.01, 1.0))
 def test_what_is_expected_is_sound(curve: list[float], intercept: float, slope: float) -> None:
     k = len(curve)

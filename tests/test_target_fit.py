@@ -31,6 +31,8 @@ def rope(**values: Any) -> dict[str, Any]:
     ({"quantization_config": "fp8"}, "quantization_config must be dict"),
     ({"rope_parameters": "x"}, "rope_parameters must be dict"),
     (rope(rope_theta="abc"), "rope_parameters.rope_theta must be float above 0 or null, but is 'abc'"),
+    (rope(rope_theta=10**400), "rope_parameters.rope_theta must be float above 0"),
+    ({"model_type": [1]}, "model_type must be str"),
     (rope(rope_theta=-1), "rope_parameters.rope_theta must be float above 0"),
     ({"rope_parameters": {"full": {"rope_theta": 0}}}, "rope_parameters.full.rope_theta must be"),
     (rope(rope_type="yarn", factor=0), "rope_parameters.factor must be float above 0"),
@@ -73,6 +75,7 @@ def without_a_projection(tensors: dict[str, Tensor]) -> None:
     (None, {"intermediate_size": 96}, r"mlp.down_proj.weight has the size \[64, 128\] there and \[64, 96\]"),
     (without_a_projection, {}, r"lacks 1 of the tensors .*\(model.layers.1.mlp.up_proj.weight\), which would "
                                "be random"),
+    (None, {"hidden_act": "none_such"}, "cannot be loaded by transformers"),
     (None, {"model_type": "none_such"}, "cannot be loaded by transformers")])
 def test_no_weight_of_a_target_is_random(tiny_target: Target, tmp_path: Path,
                                          change: Callable[[dict[str, Tensor]], Any] | None,

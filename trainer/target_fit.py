@@ -14,7 +14,8 @@ from trainer.errors import UserError
 from trainer.ranges import Amount, Count, Positive, Text
 
 KEYS: dict[str, Any] = {  # of the text part: what is read of it somewhere, where it is there
-    "num_key_value_heads": Count | None, "head_dim": Count | None, "intermediate_size": Count | list | None,
+    "model_type": Text | None, "num_key_value_heads": Count | None, "head_dim": Count | None,
+    "intermediate_size": Count | list | None,
     "max_position_embeddings": Count | None, "rms_norm_eps": Positive | None, "rope_theta": Positive | None,
     "rope_parameters": dict | None, "rope_scaling": dict | None, "logits_scaling": Positive,
     "final_logit_softcapping": Positive | None, "sliding_window": Amount | None,
@@ -130,7 +131,7 @@ def load_model(folder: Path, dtype: Any, trust_remote_code: bool) -> Any:
         model, found = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, trust_remote_code=trust_remote_code, ignore_mismatched_sizes=True,
             output_loading_info=True)
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError) as error:
         raise UserError(f"the target in {folder} cannot be loaded by transformers ({type(error).__name__}: "
                         f"{' '.join(str(error).split())[:300]}); mend that, or set target_engine=vllm where "
                         "a server has it") from error

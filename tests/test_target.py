@@ -142,7 +142,10 @@ def test_stretched_positions_count(tiny_target: Target, tmp_path: Path) -> None:
 
 def test_rows_beyond_the_tokenizer_are_suggested_first(tiny_target: Target, tmp_path: Path) -> None:
     """The embedding is often larger than the tokenizer; those rows are never emitted by a trained target."""
-    larger = copied(tiny_target, tmp_path / "larger", config={"vocab_size": 322})
+    def widen(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.embed_tokens.weight"] = torch.zeros(322, 64)
+
+    larger = copied(tiny_target, tmp_path / "larger", widen, config={"vocab_size": 322})
     assert larger.unused_tokens()[:2] == [320, 321]
     with pytest.raises(UserError, match="for example one of .*320, 321"):
         _ = replace(larger, mask_token="none").mask_token_id

@@ -10,6 +10,7 @@ import importlib
 import inspect
 import math
 import pkgutil
+import sys
 import types
 import typing
 from dataclasses import is_dataclass
@@ -85,7 +86,7 @@ def _plain_fits(value: Any, kind: Any, inner: tuple[Any, ...], recursive: bool) 
         return kind is bool
     if isinstance(value, (int, float)):
         return kind in (int, float, complex) and (isinstance(value, int) or kind is not int) \
-            and (isinstance(value, int) or math.isfinite(value))
+            and (kind is int or abs(value) <= sys.float_info.max)  # as JSON may hold a longer integer
     if isinstance(value, str):
         return kind is str or issubclass(kind, (PathLike, Enum))
     if isinstance(value, dict):

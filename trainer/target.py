@@ -18,6 +18,7 @@ from typing import Any
 
 from trainer.errors import UserError
 from trainer.ranges import Amount, Layers, SequenceLength
+from trainer.target_fit import Header, require_fit, require_readable
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 IDENTITY_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer.model",
@@ -215,8 +216,9 @@ def check_folder(folder: Path) -> None:
     for name in (*IDENTITY_FILES, INDEX):
         if name.endswith(".json") and (folder / name).is_file():
             _object(folder / name)
-    _check_sizes(folder / "config.json")
-    _check_weights(folder)
+    text = _check_sizes(folder / "config.json")
+    known = require_readable(folder / "config.json", _object(folder / "config.json"), text)
+    require_fit(folder / "config.json", text, known, _check_weights(folder))
 
 
 def _object(path: Path) -> dict[str, Any]:
@@ -231,21 +233,24 @@ def _object(path: Path) -> dict[str, Any]:
     return found
 
 
-def _check_sizes(path: Path) -> None:
+def _check_sizes(path: Path) -> dict[str, Any]:
+    """The text part, which says how large a decoder it is."""
     config = _object(path)
-    config = config.get("text_config", config)
+    config = text_part(config) if isinstance(config.get("text_config", {}), dict) else {}
     for name in SIZES:
-        value = config.get(name) if isinstance(config, dict) else None
+        value = config.get(name)
         if type(value) is not int or value < 1:
             raise UserError(f"{path} says {name} {value!r}, expected a number of at least 1; it is not the "
                             "config of a decoder, or damaged: fetch it again")
+    return config
 
 
-def _check_weights(folder: Path) -> None:
-    """Every shard is there and whole, and holds the tensors that the index says."""
+def _check_weights(folder: Path) -> dict[str, Header]:
+    """Every shard is there and whole, and holds the tensors that the index says; what it says of them."""
     from safetensors import SafetensorError, safe_open
 
     index, named = folder / INDEX, {path.name: set() for path in folder.glob("*.safetensors")}
+    headers: dict[str, Header] = {}
     if index.is_file():
         places = _object(index).get("weight_map")
         if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
@@ -266,12 +271,17 @@ def _check_weights(folder: Path) -> None:
                 raise UserError(f"{folder / name} is a Git LFS pointer, not the weights; run git lfs pull")
         try:
             with safe_open(folder / name, framework="pt") as file:
-                absent = sorted(tensors - {*file.keys()})
+                held = {*file.keys()}
+                absent = sorted(tensors - held)
+                for tensor in tensors & held or held:
+                    part = file.get_slice(tensor)
+                    headers[tensor] = Header(name, part.get_dtype(), part.get_shape())
         except (OSError, SafetensorError) as error:
             raise UserError(f"{folder / name} is damaged or not whole ({error}); fetch it again") from error
         if absent:
             raise UserError(f"{folder / name} lacks {len(absent)} tensors that {INDEX} says it holds "
                             f"({', '.join(absent[:3])}); fetch both again")
+    return headers
 
 
 def folder_identity(folder: Path) -> str:

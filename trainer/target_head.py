@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.errors import UserError
+from trainer.target_fit import with_ending
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def head_names(folder: Path, config: dict[str, Any]) -> tuple[str, str, str]:
     names = tensor_names(folder)
     embedding = _ending(names, "embed_tokens.weight", folder)
     norm = _ending(names, "model.norm.weight", folder, alternatives=("language_model.norm.weight",))
-    heads = _with_ending(names, "lm_head.weight")
+    heads = with_ending(names, "lm_head.weight")
     if config.get("tie_word_embeddings") is False and not heads:
         raise UserError(f"target folder {folder} has no lm_head.weight, and its config.json says "
                         "tie_word_embeddings=false, so its head is missing; fetch the whole checkpoint, or "
@@ -142,13 +143,7 @@ def tensor_shapes(folder: Path, wanted: Iterable[str]) -> dict[str, Tensor]:
 
 def _ending(names: dict[str, Path], ending: str, folder: Path, alternatives: tuple[str, ...] = ()) -> str:
     for wanted in (ending, *alternatives):
-        if found := _with_ending(names, wanted):
+        if found := with_ending(names, wanted):
             return found[0]
     raise UserError(f"target folder {folder} has no tensor ending in {ending}; its checkpoint is of another "
                     "layout")
-
-
-def _with_ending(names: dict[str, Path], ending: str) -> list[str]:
-    """Tensors of the language model whose last parts are `ending`, shortest first."""
-    found = [name for name in names if name == ending or name.endswith("." + ending)]
-    return sorted((name for name in found if "vision" not in name and "mtp" not in name), key=len)

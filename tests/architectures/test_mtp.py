@@ -128,7 +128,7 @@ WRONG = {
     "no layout": ({"model_type": "gpt2"}, {}, "model_type gpt2 has no MTP module that is known here"),
     "biases": ({"attention_bias": True}, {}, "in the layout of MiMo, as its config.json says "
                "attention_bias=True"),
-    "wide heads": ({"head_dim": 32}, {}, "its config.json says head_dim=32"),
+    "wide heads": ({"head_dim": 32, "num_key_value_heads": 1}, {}, "its config.json says head_dim=32"),
     "no head": ({"tie_word_embeddings": False}, {}, "has no lm_head.weight, .* so its head is missing"),
     "quantised": ({"quantization_config": {"quant_method": "fp8"}}, {},
                   r"weights are quantised \(quantization_config in its config.json: fp8\)"),

@@ -61,7 +61,7 @@ def test_the_folder_is_that_of_the_export(call: Any, changes: Path, tiny_target:
 def test_what_does_not_fit_is_one_sentence(call: Any, changes: Path, tiny_target: Target,
                                            tmp_path: Path) -> None:
     other = copied(tiny_target, tmp_path / "other", generation_config={"temperature": 0.5})
-    wide = copied(tiny_target, tmp_path / "wide", config={"hidden_size": 128})
+    wide = copied(tiny_target, tmp_path / "wide", config={"num_attention_heads": 2})
     coarse = copied(tiny_target, tmp_path / "coarse", config={"quantization_config": {"quant_method": "awq"}})
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -80,7 +80,7 @@ def test_what_does_not_fit_is_one_sentence(call: Any, changes: Path, tiny_target
                             ((changes, coarse.folder, tmp_path / "a", "--other-weights"),
                              "weights are quantised (quantization_config in its config.json: awq)"),
                             ((changes, tiny_target.folder, tmp_path / "taken"), "is there already"),
-                            ((changes, wide.folder, tmp_path / "a"), "has hidden_size 128, and the module"),
+                            ((changes, wide.folder, tmp_path / "a"), "has num_attention_heads 2, and"),
                             ((changes, other.folder, tmp_path / "a"), "say --other-weights")):
         status, out, err = call(*arguments)
         assert (status, out) == (2, "") and text in err and len(err.splitlines()) == 1

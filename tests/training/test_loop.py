@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -118,6 +119,17 @@ def test_a_gradient_that_is_not_finite_stops_before_the_step() -> None:
                        match=r"the loss \(0\) or its gradient \((nan|inf)\) is not finite at step 1"):
         run(drafter, [row(2, 1.0)], STEADY)
     assert float(drafter.weight.detach()) == 1.0
+
+
+@pytest.mark.parametrize(("shape", "said"), [
+    (torch.mul, r"1 tensors \(weight\) are not finite after the last step; lower optimizer.lr"),
+    (lambda weight, values: weight.pow(2) * values, r"the loss \(inf\) is not finite after the last step")])
+def test_a_last_step_that_was_too_large_is_told(shape: Callable[[Tensor, Tensor], Tensor], said: str) -> None:
+    """There is no next step that would stop; the one before says nothing."""
+    rate = 1e30 if shape is torch.mul else 1e25
+    taken = run(Given(shape), [row(2, 1e-30), row(2, 1e9 if shape is torch.mul else 1.0)],
+                replace(STEADY, steps=2), lr=rate)
+    assert taken[0].fault is None and re.match(said, taken[1].fault or "")
 
 
 def test_the_gradient_is_clipped_as_a_whole_and_reported_as_it_was() -> None:

@@ -80,9 +80,9 @@ def test_measuring_changes_no_step(target: Target, inputs: dict[str, Path], tmp_
 
 def test_what_was_there_before_is_what_a_fresh_drafter_accepts(target: Target, inputs: dict[str, Path],
                                                                tmp_path: Path) -> None:
-    """The same figure as of a run without a step that moves anything; a gap of it stops nothing."""
+    """The same figure as of a run without a step that changes any draft; a gap of it stops nothing."""
     measured = acceptance(6, prompts=2, max_new_tokens=8)
-    still = partial(torch.optim.AdamW, lr=0.0, weight_decay=0.0)
+    still = partial(torch.optim.AdamW, lr=1e-7, weight_decay=0.0)
     made = replace(stage(target, acceptance=measured, steps=1), optimizer=still)
     record = run(made, inputs, tmp_path / "still")
     assert record["before_training"] == record["accepted_length"]

@@ -12,6 +12,7 @@ from trainings import Stopped, log_of, run, stage
 
 from trainer.architectures import losses
 from trainer.architectures.dflash import DFlash
+from trainer.errors import UserError
 from trainer.target import Target
 from trainer.training.monitors import UNMOVED_AFTER, Monitors
 
@@ -38,7 +39,7 @@ def test_a_tensor_without_a_gradient_is_named_also_by_a_run_that_went_on(
     record = run(stage(target, **long), inputs, tmp_path)
     said = capsys.readouterr().out
     assert "going on after step" in said
-    assert "train: 1 trained tensors have not moved by step 50: idle; no gradient reaches them\n" in said
+    assert "train: 1 trained tensors have not moved by step 50: idle; no gradient reaches them" in said
     lines = log_of(tmp_path)
     assert [line["step"] for line in lines if "unmoved" in line] == [50, 56]
     assert record["unmoved"] == lines[-1]["unmoved"] == ["idle"]
@@ -51,6 +52,8 @@ def test_a_tensor_that_moves_late_is_no_matter_of_the_record(capsys: pytest.Capt
     assert watched.watch(UNMOVED_AFTER - 1, False, sums, []) == {}
     early = watched.watch(UNMOVED_AFTER + 3, False, sums, [{"step": UNMOVED_AFTER - 1}])
     assert early == {"unmoved": ["bias"]} and "bias" in capsys.readouterr().out
+    with pytest.raises(UserError, match="no trained tensor has moved by step 9, .* raise optimizer.lr"):
+        Monitors(model).watch(9, True, sums, [])
     model.bias.data += 1
     assert watched.watch(UNMOVED_AFTER + 9, True, sums, [{"step": UNMOVED_AFTER + 3} | early]) == {}
 

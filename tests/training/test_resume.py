@@ -20,6 +20,7 @@ from tiny import (
     OFFLINE,
     dflash,
     make_dflash,
+    make_small,
     objective,
     random_samples,
     write_responses,
@@ -38,6 +39,9 @@ from trainer.training.stage import TrainRuntime
 @pytest.mark.parametrize(("changes", "said"), [
     ({"optimizer": partial(torch.optim.AdamW, lr=-1.0)}, "step on cpu .*rate: -1.*; mend optimizer"),
     ({"optimizer": partial(torch.optim.AdamW, capturable=True)}, "; mend optimizer.capturable"),
+    ({"optimizer": partial(torch.optim.AdamW, lr=1e38)}, r"step on cpu .*; mend optimizer.lr=1e\+38$"),
+    ({"optimizer": partial(torch.optim.AdamW, lr=0.0)}, "moves nothing with optimizer.lr=0.0 and"),
+    ({"clip": 1e-300}, "moves nothing with optimizer.lr=0.003 and train.clip=1e-300, so .* raise"),
     ({"drafter": make_dflash(attention="flex")}, "drafter.attention=flex has no backward pass"),
     ({"drafter": make_dflash(draft_vocab_size=321)}, "draft_vocab_size=321 must lie between the 2 special"),
     ({"drafter": make_dflash(start_layers=[0, 3])}, "start_layers names layer 3, but tiny has 3 layers"),
@@ -60,6 +64,28 @@ def test_settings_of_the_drafter_are_judged_together(target: Target) -> None:
     assert judged(start_layers=[0]) == ["train.drafter.start_layers"]
     assert judged(tap_layers=[0, 2]) == ["train.drafter.tap_layers"]
     assert judged(objective="kl") == ["hidden_states.last_rows"]
+
+
+@pytest.mark.parametrize(("name", "settings", "rows", "told"), [
+    ("dflash", {"block_size": 120}, {}, []), ("dflash", {"block_size": 121}, {}, ["block_size"]),
+    ("eagle3", {"steps": 120}, {}, ["steps"]), ("eagle3", {"steps": 119, "anchors": None}, {}, []),
+    ("eagle3", {"steps": 512}, {"tokens": 1024}, ["steps"]), ("mtp", {"steps": 120}, {}, ["steps"]),
+    ("dspark", {"block_size": 100_000, "anchors": 121}, {}, ["anchors", "block_size"])])
+def test_what_no_row_or_text_can_hold_is_told(target: Target, name: str, settings: dict[str, Any],
+                                              rows: dict[str, int], told: list[str]) -> None:
+    """Rows have 120 tokens, texts up to 512."""
+    made = stage(target, drafter=make_small(name, **settings), **rows)
+    found = made.check({"hidden_states": SimpleNamespace(tap_layers=[1, 2, 3], last_rows="all")})
+    assert sorted(found) == [f"train.drafter.{each}" for each in told]
+    assert all("train.tokens=" in text for text in found.values())
+
+
+def test_a_last_step_that_was_too_large_is_not_kept(target: Target, inputs: dict[str, Path],
+                                                    tmp_path: Path) -> None:
+    made = replace(stage(target, steps=1), optimizer=partial(torch.optim.AdamW, lr=1e15))
+    with pytest.raises(UserError, match="not finite after the last step; lower optimizer.lr"):
+        run(made, inputs, tmp_path / "out")
+    assert not list((tmp_path / "out").glob("**/weights.safetensors"))
 
 
 def test_what_training_begins_with_decides_its_fingerprint(target: Target, tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ class Anchored(Drafter):
 
     extra_terms: tuple[str, ...] = ()  # names of the columns that `row_losses` adds
     first_anchor: int = 0  # first position of a document that can be an anchor
+    length_setting: str = "steps"  # the setting that `longest_draft` follows
 
     def __init__(self, context: DraftContext, tap_layers: Sequence[int], draft_vocab_size: int | None,
                  objective: Objective, anchors: int | None, loss_chunk: int,
@@ -65,6 +66,18 @@ class Anchored(Drafter):
     @classmethod
     def reads(cls, **settings: Any) -> tuple[tuple[Tap, ...], bool]:
         return tuple(settings["tap_layers"]), settings["objective"].needs_teacher
+
+    @classmethod
+    def fits_rows(cls, tokens: int, longest: int, **settings: Any) -> dict[str, str]:
+        found, drafted = {}, cls.longest_draft(**settings)
+        if drafted >= (room := min(tokens, longest)):
+            found[cls.length_setting] = (f"must give drafts of fewer than {room} tokens, which a row of "
+                                         f"train.tokens={tokens} and a text of target.max_length={longest} "
+                                         f"have behind a token, but gives {drafted}")
+        if (anchors := settings["anchors"]) is not None and anchors > tokens:
+            found["anchors"] = (f"must be at most train.tokens={tokens}, the positions of a packed row, or "
+                                f"null where the drafter has that, but is {anchors}")
+        return found
 
     @classmethod
     def fits(cls, config: dict[str, Any], special_ids: Sequence[int], device: str | None,

@@ -138,6 +138,11 @@ class Drafter(nn.Module, ABC):
         return {}
 
     @classmethod
+    def fits_rows(cls, tokens: int, longest: int, **settings: Any) -> dict[str, str]:
+        """By setting what no packed row of `tokens` tokens can ever use, or no text of at most `longest`."""
+        return {}
+
+    @classmethod
     def reads(cls, **settings: Any) -> tuple[tuple[Tap, ...], bool]:
         """The `tap_layers` and `needs_last` of a drafter with these settings, which is not built for it."""
         return (), False

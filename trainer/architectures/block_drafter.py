@@ -45,6 +45,7 @@ class BlockDrafter(Anchored):
     at position p + k; those from `first_slot` on predict."""
 
     first_slot: int = 1
+    length_setting = "block_size"
 
     def __init__(self, context: DraftContext, layers: Count, block_size: SequenceLength, anchors: Count,
                  tap_layers: Layers, draft_vocab_size: Count | None, intermediate_size: Count | None,

@@ -127,6 +127,8 @@ class DFlash2(BlockDrafter):
             found["conv_group_size"] = f"must divide the hidden size {config['hidden_size']}"
         if settings["selector_top_k"] > config["vocab_size"]:
             found["selector_top_k"] = f"must be at most the target's {config['vocab_size']} rows"
+        if settings["selector_rank"] > config["vocab_size"]:
+            found["selector_rank"] = f"must be at most the target's {config['vocab_size']} rows"
         return found
 
     @classmethod

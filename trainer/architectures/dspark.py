@@ -89,7 +89,10 @@ class DSpark(BlockDrafter):
     def fits(cls, config: dict[str, Any], special_ids: Sequence[int], device: str | None,
              **settings: Any) -> dict[str, str]:
         require_plain_logits(config, "a bias")
-        return super().fits(config, special_ids, device, **settings)
+        found = super().fits(config, special_ids, device, **settings)
+        if settings["markov_rank"] > (rows := settings["draft_vocab_size"] or config["vocab_size"]):
+            found["markov_rank"] = f"must be at most the {rows} rows of the bias: more add nothing"
+        return found
 
     def row_logits(self, hidden: Tensor, previous: Tensor) -> Tensor:
         return self.vocabulary.logits(hidden) + self.markov_head(previous)

@@ -7,6 +7,7 @@ from typing import Any
 # of the target's rotary positions: the draft turns whole heads, by positions of text alone, and a server that
 # read these would not
 OF_THE_TARGET = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
+OLDER = {"su": "longrope", "mrope": "default"}  # names of rope types, as servers read them
 
 
 def geometry(config: dict[str, Any], layers: int, intermediate_size: int | None,
@@ -21,18 +22,28 @@ def geometry(config: dict[str, Any], layers: int, intermediate_size: int | None,
                          "be guessed; write it into the file, or choose a target with RMS norms and rotary "
                          "positions")
     heads = config["num_attention_heads"]
+    groups = config.get("num_key_value_heads") or heads
+    if heads % groups:
+        raise ValueError(f"the target's config.json says num_attention_heads {heads} and num_key_value_heads "
+                         f"{groups}, expected a multiple; mend it, or fetch it again")
     rope = {key: value for key, value in (config.get("rope_parameters") or config.get("rope_scaling")
                                           or {}).items() if key not in OF_THE_TARGET}
+    older, kind = (rope.pop(name, None) for name in ("type", "rope_type"))  # what one key was once called
+    older = OLDER.get(older, older)
+    if older and kind not in (None, older):
+        raise ValueError(f"the target's config.json names two kinds of rotary positions, type {older} and "
+                         f"rope_type {kind}, which no server takes; keep the right one as rope_type")
+    kind = kind or older or "default"
     theta = rope.get("rope_theta", config.get("rope_theta"))
     if theta is None:
         raise ValueError("the target's config.json has no rope_theta, so the draft's positions would be "
                          "guessed; write rope_parameters into it")
     return {"model_type": model_type, "hidden_size": config["hidden_size"], "num_hidden_layers": layers,
-            "num_attention_heads": heads, "num_key_value_heads": config.get("num_key_value_heads", heads),
+            "num_attention_heads": heads, "num_key_value_heads": groups,
             "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
             "intermediate_size": intermediate_size or config["intermediate_size"], "hidden_act": "silu",
             "rms_norm_eps": float(config["rms_norm_eps"]), "attention_bias": False, "attention_dropout": 0.0,
-            "rope_parameters": {"rope_type": "default", **rope, "rope_theta": float(theta)},
+            "rope_parameters": {"rope_type": kind, **rope, "rope_theta": float(theta)},
             "max_position_embeddings": config["max_position_embeddings"], "vocab_size": config["vocab_size"],
             "layer_types": ["full_attention"] * layers, "sliding_window": None, "use_sliding_window": False,
             "tie_word_embeddings": False, "initializer_range": 0.02}

@@ -6,6 +6,7 @@ Parameter names are those of the exported checkpoints, so `state_dict` needs no 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -52,11 +53,15 @@ class Rotary(nn.Module):
     def __init__(self, head_dim: int, parameters: Mapping[str, Any], max_positions: int) -> None:
         super().__init__()
         kind = parameters.get("rope_type", "default")
-        if kind == "default":
-            exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-            inverse, self.scale = 1.0 / (parameters["rope_theta"] ** exponent), 1.0
-        else:
-            inverse, self.scale = _scaled_frequencies(kind, head_dim, parameters, max_positions)
+        with torch.device("cpu"):  # where values can be looked at, also of a drafter on the device meta
+            if kind == "default":
+                exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+                inverse, self.scale = 1.0 / (parameters["rope_theta"] ** exponent), 1.0
+            else:
+                inverse, self.scale = _scaled_frequencies(kind, head_dim, parameters, max_positions)
+        if 2 * inverse.numel() != head_dim or not (inverse.isfinite().all() and math.isfinite(self.scale)):
+            raise ValueError(f"the target's rope_parameters {dict(parameters)} do not give {head_dim / 2:g} "
+                             f"finite frequencies for heads of {head_dim} (head_dim); mend its config.json")
         self.register_buffer("inverse", inverse, persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,6 +80,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _scaled_frequencies(kind: str, head_dim: int, parameters: Mapping[str, Any],
                         max_positions: int) -> tuple[Tensor, float]:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import Qwen3Config
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -84,8 +90,8 @@ def _scaled_frequencies(kind: str, head_dim: int, parameters: Mapping[str, Any],
     try:
         config = Qwen3Config(head_dim=head_dim, rope_parameters=dict(parameters),
                              max_position_embeddings=max_positions)
-        with torch.device("cpu"):  # some parts are made where nothing says, which may be the device meta
-            return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    except (KeyError, TypeError, AttributeError) as error:
+        return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    except (StrictDataclassError, KeyError, TypeError, AttributeError, RuntimeError,
+            ZeroDivisionError) as error:
         raise ValueError(f"the target's rope_parameters {dict(parameters)} cannot be used for rope_type "
                          f"{kind} ({type(error).__name__}: {error}); mend its config.json") from error

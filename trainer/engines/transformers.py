@@ -26,6 +26,7 @@ from trainer.engines.growing_cache import growing_cache, recurrent_layers, whole
 from trainer.errors import UserError
 from trainer.ranges import Amount, Count, Device, Dtype, SequenceLength, require_device
 from trainer.records import Completion, HiddenStates, KeysValues, LastState, Sampling, Tap
+from trainer.target_fit import load_model
 
 NUCLEUS = 1024  # tokens among which those of a top-p are looked for first
 CROWDED = 0.85  # finished rows leave when so few still run: each time the whole cache is copied
@@ -82,14 +83,9 @@ class TransformersEngine(TargetEngine):
         return self
 
     def __enter__(self) -> Self:
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()  # the stage has its own
         assert self.folder is not None, "load() comes before the with statement"
         self.preflight()
-        self.model = AutoModelForCausalLM.from_pretrained(
-            self.folder, dtype=self.dtype, trust_remote_code=self.trust_remote_code).to(self.device).eval()
+        self.model = load_model(self.folder, self.dtype, self.trust_remote_code).to(self.device).eval()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,

@@ -18,6 +18,7 @@ from trainer.gates import Gate
 from trainer.hidden_states.codec import Codec
 from trainer.records import HiddenStates, Sample
 from trainer.target import Target
+from trainer.target_fit import load_model
 from trainer.target_head import load_target_head
 
 # What the head must agree on: e4m3 moves every state by 2.6 %, which turns close calls, a wrong norm or layer
@@ -30,13 +31,7 @@ def parity_gates(target: Target, samples: Sequence[Sample], get: Callable[[Sampl
     """Gates over `samples`, whose states went through `codec`: share of tokens whose top-1 the head gives,
     among the rows of the last state that are kept (no gate when none is), and the lowest cosine of each
     layer."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-
-    model = AutoModelForCausalLM.from_pretrained(target.folder, dtype=dtype,
-                                                 trust_remote_code=target.trust_remote_code).to(device).eval()
+    model = load_model(target.folder, dtype, target.trust_remote_code).to(device).eval()
     head = load_target_head(target.folder, target.config)
     agree = total = 0
     lowest = dict.fromkeys(codec.layers, 1.0)

@@ -29,13 +29,15 @@ class Pace:
 
 @dataclass(frozen=True)
 class Taken:
-    """One optimizer step: its number (1-based), the numbers of its rows, the norm of its gradient."""
+    """One optimizer step: its number (1-based), the numbers of its rows, the norm of its gradient. `fault`
+    says what is wrong with the weights that the last one left."""
 
     step: int
     totals: dict[str, tuple[float, float]]
     tokens: int
     grad_norm: float
     lr: float
+    fault: str | None = None
 
 
 def fit(drafter: Drafter, optimizer: torch.optim.Optimizer, row: Callable[[int], Batch], pace: Pace,
@@ -66,9 +68,24 @@ def fit(drafter: Drafter, optimizer: torch.optim.Optimizer, row: Callable[[int],
                             "step name them); the last checkpoint is kept")
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        yield Taken(step + 1, totals, tokens, norm, peaks[0] * factor)
+        fault = _fault(drafter, batch, pace.precision) if step + 1 == pace.steps else None
+        yield Taken(step + 1, totals, tokens, norm, peaks[0] * factor, fault)
     for group, peak in zip(optimizer.param_groups, peaks, strict=True):
         group["lr"] = peak
+
+
+@torch.no_grad()
+def _fault(drafter: Drafter, batch: Batch, precision: str) -> str | None:
+    """For people: what a step left that is not finite, which otherwise the next step tells; None when nothing
+    is. Finite weights may be so large that what they compute is not: a row is looked at, too."""
+    found = [name for name, parameter in drafter.named_parameters() if not parameter.isfinite().all()]
+    with torch.compiler.set_stance("force_eager"):  # a single row is not worth a compilation
+        loss = float(forward(drafter, batch, precision).loss_sum)
+    if not found and math.isfinite(loss):
+        return None
+    said = f"{len(found)} tensors ({', '.join(found[:3])}) are" if found else f"the loss ({loss:.6g}) is"
+    return (f"{said} not finite after the last step; lower optimizer.lr, or optimizer.weight_decay where it "
+            "is large; the last checkpoint is kept")
 
 
 def forward(drafter: Drafter, batch: Batch, precision: str) -> Step:

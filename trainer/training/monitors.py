@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from trainer.errors import UserError
+
 UNMOVED_AFTER = 50  # steps in which every tensor that gets a gradient moves
 DOMINATING = 0.9    # share of the loss
 SHARE = "share/"    # of a term, in the log
@@ -35,10 +37,14 @@ class Monitors:
                       f"hardly count: mend their weights in drafter.*", flush=True)
         if last or (lines[-1]["step"] if lines else 0) < UNMOVED_AFTER <= step:
             unmoved = [name for name, now in _sums(self.drafter).items() if now == self.start[name]]
+            if len(unmoved) == len(self.start):
+                raise UserError(f"no trained tensor has moved by step {step}, so nothing is learnt; raise "
+                                "optimizer.lr, or train.clip where it is as small")
             if unmoved:
                 found["unmoved"] = unmoved
                 print(f"train: {len(unmoved)} trained tensors have not moved by step {step}: "
-                      f"{', '.join(unmoved)}; no gradient reaches them", flush=True)
+                      f"{', '.join(unmoved)}; no gradient reaches them, or their rate in optimizer.* is too "
+                      "small", flush=True)
         return found
 
 

@@ -68,16 +68,23 @@ class MuonAdamW(torch.optim.Optimizer):
             start += count
 
 
-def require_step(make: Callable[..., torch.optim.Optimizer], device: str) -> None:
-    """Raises unless an optimizer with its settings can be made and takes a step on `device`: some settings
-    are refused only there."""
+def require_step(make: Callable[..., torch.optim.Optimizer], device: str, clip: float) -> None:
+    """Raises unless an optimizer with its settings can be made and takes a step on `device` that moves
+    something, the gradient clipped to `clip`: some settings are refused only there."""
     parameters = [nn.Parameter(torch.zeros(shape, device=device)) for shape in ((2, 2), (2,))]
     for each in parameters:
         each.grad = torch.ones_like(each)
+    settings = getattr(make, "keywords", {})
     try:
-        make(params=parameters).step()
+        optimizer = make(params=parameters)
+        nn.utils.clip_grad_norm_(parameters, clip)
+        optimizer.step()
     except (ValueError, TypeError, AssertionError, RuntimeError, NotImplementedError) as error:
         words = re.findall(r"\w+", str(error))
-        named = [f"optimizer.{name}" for name in getattr(make, "keywords", {}) if name in words]
+        named = [f"optimizer.{name}" for name in settings if name in words] \
+            or [f"optimizer.{name}={value}" for name, value in settings.items()]
         raise UserError(f"the optimizer cannot take a step on {device} with its settings "
-                        f"({first_line(error)}); mend {' and '.join(named) or 'optimizer.*'}") from error
+                        f"({first_line(error)}); mend {' or '.join(named)}") from error
+    if not any(each.any() for each in parameters):
+        raise UserError(f"a step of the optimizer moves nothing with optimizer.lr={settings.get('lr')} and "
+                        f"train.clip={clip}, so nothing would be trained; raise the one that is so small")

@@ -84,7 +84,8 @@ class Train(Stage):
     sized: ClassVar[tuple[str, ...]] = ("checkpoints/*",)
 
     def check(self, stages: Mapping[str, Any]) -> dict[str, str]:
-        found = {"drafter": self.drafter.func.check(**self.drafter.keywords),
+        rows = self.drafter.func.fits_rows(self.tokens, self.target.max_length, **self.drafter.keywords)
+        found = {"drafter": {**rows, **self.drafter.func.check(**self.drafter.keywords)},
                  "acceptance": self.acceptance.check(self.drafter)}
         problems = {f"train.{part}.{name}": text
                     for part, each in found.items() for name, text in each.items()}
@@ -112,7 +113,7 @@ class Train(Stage):
         self.acceptance.preflight()
         require_buildable(self.drafter, self.target, self.runtime.device)
         require_start(self.drafter, self.target)
-        require_step(self.optimizer, self.runtime.device)
+        require_step(self.optimizer, self.runtime.device, self.clip)
         if self.runtime.wandb_project:
             require_wandb(self.runtime.wandb_project)
 
@@ -177,6 +178,8 @@ class Train(Stage):
             try:
                 for taken in fit(drafter, optimizer, ready.get, pace, step):
                     step, told = taken.step, False
+                    if taken.fault:
+                        raise UserError(taken.fault)
                     watch.took(taken.tokens)
                     _merge(sums, taken.totals)
                     bar.advance(1, loss=_share(taken, "loss"), accepted=_share(taken, "accepted_length"),

@@ -18,7 +18,7 @@ from transformers import Qwen3_5MoeTextConfig as Qwen3_5Moe
 from transformers import Qwen3_5TextConfig as Qwen3_5
 from transformers import Qwen3NextConfig as Qwen3Next
 
-from trainer.architectures.mtp_layouts import layout_of, split
+from trainer.architectures.mtp_layouts import LAYOUTS, layout_of, split
 from trainer.architectures.mtp_module import Module
 from trainer.target import Folder, Target
 from trainer.target_made import byte_tokenizer
@@ -60,7 +60,7 @@ def random_target(family: str, folder: Path) -> Target:
     byte_tokenizer(320).save_pretrained(folder)
     path = folder / "config.json"
     config = json.loads(path.read_text()) | (KEYS if kind is DeepseekV3 else {})
-    layout = layout_of(config)
+    layout = LAYOUTS[config["model_type"]]
     config[layout.count] = 2 if family == "two_modules" else 1
     path.write_text(json.dumps(config))
     modules = nn.ModuleList(Module(layout, config) for _ in range(config[layout.count]))

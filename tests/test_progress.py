@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from trainer import progress
-from trainer.progress import Progress, clock, compact
+from trainer.progress import Progress, clock, compact, exit_status
 
 PROJECT = Path(__file__).resolve().parents[1]
 
@@ -152,3 +152,13 @@ def test_numbers_are_short(value: object, text: str) -> None:
     (183845, "2d 03:04:05")])
 def test_times_are_short(seconds: float, text: str) -> None:
     assert clock(seconds) == text
+
+
+@pytest.mark.parametrize("call", [lambda home: (home / "a/b").mkdir(), lambda home: (home / "no").read_text(),
+                                  lambda home: (home / ("x" * 300)).touch()])
+def test_a_place_that_a_tool_cannot_use_is_one_line(capsys: pytest.CaptureFixture, tmp_path: Path,
+                                                    call: Callable[[Path], None]) -> None:
+    assert exit_status(lambda: call(tmp_path) or 0, goes_on=False) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith(f"error: {tmp_path}/") and len(err.splitlines()) == 1
+    assert "cannot be read or written (" in err and "; mend that, or name another place" in err

@@ -134,3 +134,9 @@ def test_a_checkpoint_of_another_layout_is_named(tmp_path: Path, lost: str) -> N
         load_target_head(tmp_path, json.loads((tmp_path / "config.json").read_text()))
     with pytest.raises(UserError, match=f"has no tensor {lost}"):
         read_tensors(tmp_path, [lost])
+
+
+def test_a_norm_without_its_constant_is_told(tmp_path: Path) -> None:
+    save(tmp_path, FAMILIES["tied"])
+    with pytest.raises(UserError, match="config.json has no rms_norm_eps, so the target's final norm would"):
+        load_target_head(tmp_path, {"tie_word_embeddings": True}, values=False)

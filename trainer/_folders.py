@@ -236,6 +236,18 @@ def read_sealed(path: Path) -> dict[str, Any]:
     return content
 
 
+def read_object(path: Path, remedy: str) -> dict[str, Any]:
+    """The JSON object in a file that people hand over; raises a sentence, which ends with `remedy`, where it
+    holds none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read ({getattr(error, 'strerror', error)}); {remedy}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} must be a JSON object, but holds a {type(found).__name__}; {remedy}")
+    return found
+
+
 def _seal(content: dict[str, Any]) -> str:
     return xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
 

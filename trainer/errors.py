@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+# What reading on raises where a file, which people may have written, holds something else than it should.
+UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, MemoryError)
+
 
 class UserError(ValueError):
     """Something the user can mend: a setting, a file, a full disk, a server that went away."""

@@ -73,13 +73,18 @@ def lasting_output(goes_on: bool) -> Iterator[None]:
 
 
 def exit_status(tool: Callable[[], int], goes_on: bool) -> int:
-    """What a tool for people ends with; 2 for a `UserError`, which is told in a line."""
+    """What a tool for people ends with; 2 for a `UserError`, and for a file or folder that cannot be used,
+    which are told in a line."""
     try:
         with lasting_output(goes_on):
             return tool()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+    except OSError as error:
+        place = error.filename2 or error.filename or "a file"
+        print(f"error: {place} cannot be read or written ({error.strerror or error}); mend that, or name "
+              "another place", file=sys.stderr)
+    return 2
 
 
 class Progress:

@@ -62,7 +62,9 @@ class TargetHead:
 OFFSET_NORMS = ("gemma", "qwen3_next", "qwen3_5")  # model types whose RMSNorm multiplies by (1 + weight),
 PLAIN_NORMS = ("gemma3n", "gemma4")  # and those of the same beginning whose RMSNorm does not
 
-FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
+          "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64,
+          "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "BOOL": torch.bool}  # as files name them
 
 
 def load_target_head(folder: Path, config: dict[str, Any], values: bool = True) -> TargetHead:
@@ -83,8 +85,11 @@ def load_target_head(folder: Path, config: dict[str, Any], values: bool = True) 
 
 def head_names(folder: Path, config: dict[str, Any]) -> tuple[str, str, str]:
     """Names of the embedding, the final norm and the head, which is the embedding where there is no other;
-    raises when one is missing. No tensor is read."""
+    raises when one is missing, or the constant of the norm. No tensor is read."""
     names = tensor_names(folder)
+    if config.get("rms_norm_eps") is None:
+        raise UserError(f"{folder / 'config.json'} has no rms_norm_eps, so the target's final norm would be "
+                        "guessed; write it into the file, or choose a target with RMS norms")
     embedding = _ending(names, "embed_tokens.weight", folder)
     norm = _ending(names, "model.norm.weight", folder, alternatives=("language_model.norm.weight",))
     heads = with_ending(names, "lm_head.weight")
@@ -129,7 +134,7 @@ def read_tensors(folder: Path, wanted: Iterable[str]) -> dict[str, Tensor]:
 
 def tensor_shapes(folder: Path, wanted: Iterable[str]) -> dict[str, Tensor]:
     """Size and dtype of the wanted tensors, without their values: on the device meta, of dtype uint8 where it
-    is none of the usual floating ones."""
+    is none of the usual ones."""
     from safetensors import safe_open
 
     names, found = tensor_names(folder), {}
@@ -137,7 +142,7 @@ def tensor_shapes(folder: Path, wanted: Iterable[str]) -> dict[str, Tensor]:
         with safe_open(names[name], framework="pt") as file:
             part = file.get_slice(name)
             found[name] = torch.empty(part.get_shape(), device="meta",
-                                      dtype=FLOATS.get(part.get_dtype(), torch.uint8))
+                                      dtype=DTYPES.get(part.get_dtype(), torch.uint8))
     return found
 
 

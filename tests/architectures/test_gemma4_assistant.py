@@ -4,6 +4,7 @@ which targets and assistants it refuses."""
 from __future__ import annotations
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -248,6 +249,10 @@ def compare_with_transformers(drafter: Gemma4Assistant, target: Target, batch: B
 OTHERS = {  # of an assistant's config.json: what is changed, and what is told
     "another kind": ({"model_type": "gemma4_text"}, {},
                      "model_type is gemma4_text, expected gemma4_assistant"),
+    "no text part": ({"text_config": []}, {}, "its config.json is not that of an assistant (TypeError"),
+    "a size in quotes": ({}, {"hidden_size": "32"}, "its hidden_size is '32', and here it is 32; set"),
+    "no number": ({}, {"rope_parameters": dict.fromkeys([FULL, SLIDING], {"rope_theta": "abc"})},
+                  "is not that of an assistant (ValueError: could not convert"),
     "another target": ({"backbone_hidden_size": 96}, {},
                        "backbone_hidden_size is 96, and here it is 64; it belongs to another target"),
     "other keys": ({}, {"head_dim": 8}, "key heads and head_dim of sliding_attention is (2, 8), and here it "
@@ -281,8 +286,40 @@ def test_tensors_of_another_assistant_are_refused(target: Target, tmp_path: Path
     tensors["model.norm.weight"] = torch.ones(5)
     save_file(tensors, tmp_path / "model.safetensors")
     for begin in (partial(require_start, made, target), partial(first_drafter, made, target, COUNTS)):
-        with pytest.raises(UserError, match="1 of its tensors differ in name or shape .*model.norm.weight"):
+        with pytest.raises(UserError, match="1 of its tensors are not those that .*model.norm.weight: exp"):
             begin()
+
+
+ORDER, HEAD = "masked_embedding.token_ordering", "lm_head.weight"
+SPOILT = {  # a tensor, what it becomes, and what is told
+    "no order": (ORDER, lambda order: torch.zeros_like(order), "does not name each of the 320 tokens once"),
+    "another order": (ORDER, lambda order: order + 100, "does not name each of the 320 tokens once"),
+    "a broken order": (ORDER, lambda order: order.float(), r"expected \[320\] of int64, found \[320\]"),
+    "eight bits": ("model.norm.weight", lambda norm: norm.to(torch.int8), r"found \[32\] of int8"),
+    "no numbers": ("model.norm.weight", lambda norm: norm * torch.nan, "expected finite numbers"),
+    "another head": (HEAD, lambda _: torch.randn(320, 32), "lm_head.weight is not its model.embed_tokens"),
+    "a small head": (HEAD, lambda _: torch.ones(3, 3), r"lm_head.weight: expected \[320, 32\], found")}
+
+
+@pytest.mark.parametrize("case", SPOILT)
+def test_tensors_that_mean_something_else_are_told(target: Target, masked: Path, tmp_path: Path,
+                                                   case: str) -> None:
+    name, change, said = SPOILT[case]
+    made = make_small("gemma4_assistant", start_from=str(tmp_path), **CENTROIDS)
+    shutil.copytree(masked, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[HEAD] = tensors["model.embed_tokens.weight"].clone()  # as some write it
+    save_file(tensors, tmp_path / "model.safetensors")
+    require_start(made, target)
+    tensors[name] = change(tensors[name])
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=f"drafter.start_from=.* cannot be begun with: .*{said}"):
+        require_start(made, target)
+
+
+@pytest.fixture(scope="module")
+def masked(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(start_of(make(target, **CENTROIDS), tmp_path_factory.mktemp("masked")))
 
 
 @pytest.mark.parametrize(("settings", "said"), [
@@ -301,6 +338,16 @@ def test_a_kind_of_attention_that_the_target_has_not_got_is_refused(target: Targ
     config = {**target.config, "layer_types": [FULL, FULL, SLIDING, FULL], "num_kv_shared_layers": 2}
     found = made.func.fits(config, (), None, **made.keywords)
     assert "names sliding_attention, of which the target has no layer with keys" in found["layer_types"]
+
+
+@pytest.mark.parametrize(("key", "value"), [("sliding_window", 0), ("head_dim", "32"),
+                                            ("rope_parameters", "x"),
+                                            ("rope_parameters", {FULL: {"rope_theta": 1e4}}),
+                                            ("rope_parameters", dict.fromkeys([FULL, SLIDING], {}))])
+def test_a_target_that_says_nonsense_is_refused(target: Target, key: str, value: Any) -> None:
+    made = make_small("gemma4_assistant")
+    with pytest.raises(ValueError, match=f"target's config.json says {key}.* keys would be misread; mend"):
+        made.func.fits({**target.config, key: value}, (), None, **made.keywords)
 
 
 @pytest.mark.parametrize("missing", ["sliding_window", "rope_parameters", "layer_types"])

@@ -16,7 +16,7 @@ from slow_mtp import PREFIX, SlowMtp
 from tiny import copied, make_small, objective, small, states_of, uneven
 
 from trainer.architectures.mtp import Mtp
-from trainer.architectures.mtp_layouts import LAYOUTS, fused, split
+from trainer.architectures.mtp_layouts import LAYOUTS, fused, layout_of, split
 from trainer.data.packing import collate
 from trainer.errors import UserError
 from trainer.export.base import Serving
@@ -132,7 +132,16 @@ WRONG = {
     "no head": ({"tie_word_embeddings": False}, {}, "has no lm_head.weight, .* so its head is missing"),
     "quantised": ({"quantization_config": {"quant_method": "fp8"}}, {},
                   r"weights are quantised \(quantization_config in its config.json: fp8\)"),
-    "another family": ({"model_type": "glm4_moe"}, {}, "drafter.start=random must be own: only a Llama or"),
+    "another family": ({"model_type": "glm4_moe", "num_nextn_predict_layers": 1}, {},
+                       "drafter.start=random must be own: only a Llama or"),
+    "no such activation": ({"model_type": "glm4_moe", "num_nextn_predict_layers": 1, "hidden_act": "nope"},
+                           {"start": "own", "steps": 1}, "no MTP module can be made by the target's "
+                           r"config.json \(KeyError: 'nope'\); mend it"),
+    **{f"{count!r} modules": ({"model_type": "glm4_moe", "num_nextn_predict_layers": count}, {"start": "own"},
+                              "config.json says num_nextn_predict_layers .*, by which a server finds no "
+                              "MTP module; write the number") for count in (0, -1, None, "2", [1])},
+    "no modules of Qwen": ({"model_type": "qwen3_5_text", "mtp_num_hidden_layers": 0}, {"start": "own"},
+                           "config.json says mtp_num_hidden_layers 0, by which a server finds no MTP module"),
     "steps that vLLM refuses": (
         {"model_type": "qwen3_5_text", "mtp_num_hidden_layers": 2}, {"start": "own", "steps": 3},
         r"drafter.steps=3 must be at most 2 or a multiple of it, since vLLM takes no other draft length of a "
@@ -147,6 +156,11 @@ def test_targets_that_it_cannot_be_trained_for(case: str, target: Target, tmp_pa
     other = copied(target, tmp_path / "other", config=config)
     with pytest.raises(UserError, match=text):
         require_buildable(make_small("mtp", **settings), other, None)
+
+
+def test_quantised_may_be_said_in_a_word(target: Target) -> None:
+    with pytest.raises(ValueError, match="quantised .quantization_config in its config.json: fp8"):
+        layout_of({**target.config, "quantization_config": "fp8"})
 
 
 @pytest.mark.parametrize("kind", sorted(LAYOUTS))
@@ -188,7 +202,7 @@ def test_a_text_model_inside_a_multimodal_one_gets_no_new_module(target: Target,
 @pytest.mark.parametrize(("damage", "text"), [
     ("missing", r"1 differ \(0.input_proj.weight: expected \[64, 128\], found none\)"),
     ("another size", r"1 differ \(0.input_proj.weight: expected \[64, 128\], found \[64, 96\]\)"),
-    ("eight bits", r"is quantised \(0.input_proj.weight is torch")])
+    ("eight bits", r"is quantised \(0.input_proj.weight is torch.float8_e4m3fn")])
 def test_a_module_that_is_not_what_the_config_promises(target: Target, tmp_path: Path, damage: str,
                                                        text: str) -> None:
     def spoil(tensors: dict[str, torch.Tensor]) -> None:

@@ -204,6 +204,28 @@ def test_a_multimodal_target_that_it_cannot_be_trained_for(begun: Begun, tmp_pat
         require_buildable(make_small("mtp", start="own", tap_layers=other.tap_layers), other, None)
 
 
+EXPERT = "model.layers.2.mlp.experts.2.gate_proj.weight"
+
+
+@pytest.mark.parametrize(("change", "found"), [
+    (lambda tensors: tensors.pop(EXPERT), "none"),
+    (lambda tensors: tensors.update({EXPERT: torch.zeros(7, 64)}), r"\[7, 64\]")])
+def test_an_expert_that_is_not_as_promised_is_told(begun: Begun, tmp_path: Path, change: Callable[..., Any],
+                                                   found: str) -> None:
+    target, _ = begun("glm4_moe")
+    other = copied(target, tmp_path / "target")
+    tensors = load_file(other.folder / "mtp.safetensors")
+    change(tensors)
+    save_file(tensors, other.folder / "mtp.safetensors")
+    index = json.loads((other.folder / INDEX).read_text())
+    index["weight_map"] = {name: file for name, file in index["weight_map"].items()
+                           if file != "mtp.safetensors" or name in tensors}
+    (other.folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(UserError, match=rf"1 differ \(0\.block\.mlp\.experts\.2\.gate_proj\.weight: expected "
+                                        rf"\[32, 64\], found {found}\)"):
+        require_buildable(make_small("mtp", start="own", tap_layers=target.tap_layers), other, None)
+
+
 def test_fewer_modules_than_the_config_promises_are_told(begun: Begun, tmp_path: Path) -> None:
     target, _ = begun("two_modules")
     other = copied(target, tmp_path / "target", config={"num_nextn_predict_layers": 3})

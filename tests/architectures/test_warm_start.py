@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import copied, make_small, random_samples, small, states_of, uneven
+from torch import Tensor
 
 from trainer.architectures.base import Drafter
 from trainer.errors import UserError
 from trainer.export.formats import FORMATS, Serving
-from trainer.target import Target
+from trainer.target import INDEX, Target
 from trainer.training.build import build_drafter, first_drafter, require_start, start_facts
 
 COUNTS = torch.arange(320).flip(0)
@@ -87,8 +89,8 @@ def test_a_drafter_of_the_same_method_brings_its_convolutions(tiny_target: Targe
                                                          strict=True))
     assert not torch.equal(again.candidate_selector.predecessor_codebook,
                            first.candidate_selector.predecessor_codebook), "heads begin anew"
-    with pytest.raises(UserError, match="8 tensors of its backbone differ.*attention_conv.base_kernel.*; "
-                                        "begin with a drafter of this method or of dflash"):
+    with pytest.raises(UserError, match="8 tensors of its backbone differ.*attention_conv.base_kernel: "
+                                        "expected none, found .*; begin with a whole drafter of this method"):
         begun(tiny_target, "dflash", folder)
 
 
@@ -117,6 +119,9 @@ def test_another_geometry_is_said(tiny_target: Target, folder: str, settings: di
     ("rope_parameters", {"rope_type": "default", "rope_theta": 1e6}, "its rope_parameters is"),
     ("layer_types", ["sliding_attention"] * 2, "its layer_types is"),
     ("attention_bias", True, "its attention_bias is True, and here it is False"),
+    ("vocab_size", "320", "its vocab_size is '320', and here it is 320"),
+    ("rope_parameters", {}, r".*is not that of a block drafter \(its config.json has no rope_theta"),
+    ("rms_norm_eps", 10 ** 400, r"its config.json is not that of a block drafter \(int too large"),
     ("num_hidden_layers", None, "its config.json is not that of a block drafter")])
 def test_another_target_s_drafter_is_said(tiny_target: Target, given: Any, tmp_path: Path, key: str,
                                           value: Any, said: str) -> None:
@@ -140,13 +145,64 @@ def test_a_drafter_written_elsewhere_may_have_more(tiny_target: Target, given: A
     save_file(tensors, tmp_path / "model.safetensors")
     for name in ("dflash", "dflash2", "dspark"):  # before a run as well
         with pytest.raises(UserError, match=r"drafter.start_from=.* cannot be begun with: 1 tensors of its "
-                                            r"backbone .* \(layers.1.self_attn.q_proj.weight\)"):
+                                            r"backbone .* \(layers.1.self_attn.q_proj.weight: expected "):
             require_start(make_small(name, start_from=folder), tiny_target)
     with pytest.raises(UserError, match="1 tensors of its backbone"):
         begun(tiny_target, "dflash", folder)
     (tmp_path / "model.safetensors").write_bytes(b"torn")
-    with pytest.raises(UserError, match="of drafter.start_from cannot be read"):
+    with pytest.raises(UserError, match="model.safetensors cannot be read .* drafter.start_from again"):
         begun(tiny_target, "dflash", folder)
+
+
+def codes(tensors: dict[str, Tensor]) -> None:
+    tensors |= {name: tensor.to(torch.int8) for name, tensor in tensors.items()}
+
+
+def twice(folder: Path) -> None:
+    save_file({"fc.weight": torch.zeros(64, 128)}, folder / "zz.safetensors")
+
+
+def indexed(folder: Path, name: str, file: str) -> None:
+    (folder / INDEX).write_text(json.dumps({"weight_map": {name: file}}))
+
+
+SPOILT = {  # its tensors or its folder, and what is told
+    "eight bits": (codes, None, r"fc.weight: expected \[64, 128\], found \[64, 128\] of int8"),
+    "no numbers": (lambda tensors: tensors["norm.weight"].fill_(torch.nan), None,
+                   "norm.weight: expected finite numbers, found others"),
+    "a tensor twice": (None, twice, r"zz.safetensors has 1 tensors that another file there has, too \(fc"),
+    "a shard lost": (None, partial(indexed, name="fc.weight", file="lost.safetensors"),
+                     "lost.safetensors cannot be read .*; export the drafter of drafter.start_from again"),
+    "a tensor lost": (None, partial(indexed, name="x", file="model.safetensors"),
+                      r"lacks 1 tensors that its model.safetensors.index.json names \(x\)"),
+    "an index of nothing": (None, lambda folder: (folder / INDEX).write_text('{"weight_map": []}'),
+                            "index.json has no weight_map of file names")}
+
+
+@pytest.mark.parametrize("case", SPOILT)
+def test_weights_that_mean_something_else_are_told(tiny_target: Target, folder: str, tmp_path: Path,
+                                                   case: str) -> None:
+    """Before a run, and of every drafter that reads such a folder by the same reader."""
+    weights, files, said = SPOILT[case]
+    given = Path(shutil.copytree(folder, tmp_path / "given"))
+    if weights is not None:
+        tensors = load_file(given / "model.safetensors")
+        weights(tensors)
+        save_file(tensors, given / "model.safetensors")
+    if files is not None:
+        files(given)
+    with pytest.raises(UserError, match=said):
+        require_start(make_small("dspark", start_from=str(given)), tiny_target)
+
+
+def test_files_that_the_index_does_not_name_are_not_read(tiny_target: Target, given: Any,
+                                                         tmp_path: Path) -> None:
+    folder = exported(given, tmp_path)
+    twice(tmp_path)
+    names = load_file(tmp_path / "model.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
+    assert torch.equal(begun(tiny_target, "dflash", folder).fc.weight, given.fc.weight)
+    assert INDEX in start_facts(make_small("dflash", start_from=folder))["start_from"]
 
 
 def test_its_weights_are_part_of_the_fingerprint(tiny_target: Target, given: Any, tmp_path: Path) -> None:
@@ -174,11 +230,15 @@ def test_a_folder_that_is_none_is_said(tiny_target: Target, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("config", "weights", "said"), [
-    ("{", b"", "config.json of drafter.start_from cannot be read"),
-    ("[]", b"", r"its config.json is not that of a block drafter \('list' object .*; give that of one"),
+    ("{", b"", "config.json cannot be read .*; export the drafter of drafter.start_from again"),
+    ("[]", b"", "config.json must be a JSON object, but holds a list; export the drafter of"),
+    ("[" * 100_000, b"", "config.json cannot be read"),
+    ('{"num_attention_heads": 0, "num_hidden_layers": 1, "hidden_size": 8, "rms_norm_eps": 1, '
+     '"rope_theta": 1, "intermediate_size": 8, "max_position_embeddings": 8, "target_layer_ids": []}', b"",
+     r"its config.json is not that of a block drafter \(integer division or modulo by zero"),
     ('{"transformer_layer_config": []}', b"", "its config.json is not that of a block drafter"),
     ("{}", b"", r"its config.json is not that of a block drafter \(it has no target_layer_ids\)"),
-    (None, b"torn", "model.safetensors of drafter.start_from cannot be read")])
+    (None, b"torn", "model.safetensors cannot be read .*; export the drafter of drafter.start_from again")])
 def test_a_folder_that_is_spoilt_is_said_before_a_run(tiny_target: Target, folder: str, tmp_path: Path,
                                                       config: str | None, weights: bytes, said: str) -> None:
     (tmp_path / "config.json").write_text(config or (Path(folder) / "config.json").read_text())

@@ -38,6 +38,7 @@ from trainer.architectures.gemma4_geometry import (
 from trainer.architectures.gemma4_layers import QueryLayer, Sight
 from trainer.architectures.layers import RMSNorm, Rotary
 from trainer.architectures.losses import CrossEntropy, Objective
+from trainer.architectures.tensors import differences
 from trainer.architectures.vocabulary import counts_from
 from trainer.errors import UserError
 from trainer.kernels.select import BlockAttention, block_attention
@@ -162,12 +163,19 @@ class Gemma4Assistant(Anchored):
     @torch.no_grad()
     def begin_with(self, tensors: dict[str, Tensor]) -> None:
         own = {_served(name): parameter for name, parameter in self.named_parameters()}
-        tensors = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}  # it is tied
-        wrong = sorted({*tensors} ^ {*own}
-                       | {name for name in {*tensors} & {*own} if tensors[name].shape != own[name].shape})
+        head, embedding = "lm_head.weight", "model.embed_tokens.weight"  # one tensor, which some write twice
+        wrong = differences({**own, head: own[embedding]}, tensors, optional=[head])
         if wrong:
-            raise ValueError(f"{len(wrong)} of its tensors differ in name or shape from those that its "
-                             f"config.json promises ({', '.join(wrong[:3])}); fetch it again")
+            raise ValueError(f"{len(wrong)} of its tensors are not those that its config.json promises "
+                             f"({'; '.join(wrong[:3])}); fetch it again")
+        if head in tensors and not torch.equal(tensors[head], tensors[embedding]):
+            raise ValueError(f"its {head} is not its {embedding}, which a server takes for both; fetch it "
+                             "again")
+        tensors = {name: tensor for name, tensor in tensors.items() if name != head}
+        order = tensors.get("masked_embedding.token_ordering")
+        if order is not None and not torch.equal(order.sort().values, torch.arange(len(order)).to(order)):
+            raise ValueError(f"its masked_embedding.token_ordering does not name each of the {len(order)} "
+                             "tokens once; fetch it again")
         for name, tensor in tensors.items():
             own[name].copy_(tensor)
 

@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from trainer.errors import UNREADABLE
+
 FULL, SLIDING = "full_attention", "sliding_attention"
 ASSISTANTS = {  # by model_type of the target's text part: that of its assistant, and its class
     "gemma4_text": ("gemma4_assistant", "Gemma4AssistantForCausalLM"),
     "gemma4_unified_text": ("gemma4_unified_assistant", "Gemma4UnifiedAssistantForCausalLM")}
 NEEDED = ("layer_types", "rope_parameters", "sliding_window", "head_dim", "num_key_value_heads",
           "rms_norm_eps", "max_position_embeddings")
+COUNTS = ("sliding_window", "head_dim", "num_key_value_heads", "max_position_embeddings")
 REMEDIES = {"layer_types": "drafter.layer_types", "hidden_size": "drafter.hidden_size",
             "num_attention_heads": "drafter.heads", "intermediate_size": "drafter.intermediate_size",
             "num_centroids": "drafter.num_centroids", "centroid_intermediate_top_k": "drafter.centroid_top_k"}
@@ -32,6 +35,21 @@ def require_gemma4(config: dict[str, Any]) -> None:
     if missing := [name for name in NEEDED if config.get(name) is None]:
         raise ValueError(f"the target's config.json has no {', '.join(missing)}, so that its keys would be "
                          "misread; write it into the file, or fetch it again")
+    wrong = [f"{name} {config[name]!r}" for name in COUNTS
+             if type(config[name]) is not int or config[name] < 1]
+    wrong += [f"rope_parameters of {kind} {config['rope_parameters']!r}"
+              for kind in sorted({*config["layer_types"]}) if not _turns(config, kind)]
+    if wrong:
+        raise ValueError(f"the target's config.json says {', '.join(wrong)}, with which its keys would be "
+                         "misread; mend the file, or fetch it again")
+
+
+def _turns(config: dict[str, Any], kind: str) -> bool:
+    """Whether it says how keys of this kind of attention are turned."""
+    try:
+        return float(config["rope_parameters"][kind]["rope_theta"]) > 0
+    except UNREADABLE:
+        return False
 
 
 def own_kinds(config: dict[str, Any]) -> list[str]:
@@ -88,19 +106,20 @@ def assistant_config(text: dict[str, Any], backbone: int, clusters: int | None,
 def difference(given: dict[str, Any], own: dict[str, Any]) -> str | None:
     """The first key in which the assistant of config.json `given` is not one as `own`; None when its tensors
     mean the same."""
-    if given.get("model_type") != own["model_type"] or not isinstance(given.get("text_config"), dict):
+    if given.get("model_type") != own["model_type"]:
         return (f"its model_type is {given.get('model_type')}, expected {own['model_type']}; give the folder "
                 "of a Gemma 4 assistant, or null")
+    expected = _facts(own)
     try:
-        found, expected = _facts(given), _facts(own)
-    except (KeyError, TypeError, AttributeError) as error:
+        found = _facts(given)
+    except UNREADABLE as error:
         return (f"its config.json is not that of an assistant ({type(error).__name__}: {error}); fetch it "
                 "again")
     for key in found:
         if found[key] != expected[key]:
             remedy = f"set {REMEDIES[key]} to it" if key in REMEDIES else \
                 "it belongs to another target, so begin without it"
-            shown = ["null" if each is None else each for each in (found[key], expected[key])]
+            shown = ["null" if each is None else repr(each) for each in (found[key], expected[key])]
             return f"its {key} is {shown[0]}, and here it is {shown[1]}; {remedy}"
     return None
 

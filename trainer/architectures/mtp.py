@@ -22,13 +22,21 @@ from torch import Tensor, nn
 from trainer.architectures.anchored import Anchored
 from trainer.architectures.base import DraftContext, Exported
 from trainer.architectures.losses import CrossEntropy, Objective
-from trainer.architectures.mtp_layouts import LAYOUTS, MIMO, fused, layout_of, served_as, split, unlike_mimo
-from trainer.architectures.mtp_module import Module, Pairs
+from trainer.architectures.mtp_layouts import (
+    LAYOUTS,
+    MIMO,
+    apart,
+    fused,
+    layout_of,
+    served_as,
+    split,
+    unlike_mimo,
+)
+from trainer.architectures.mtp_module import Module, Pairs, promised
+from trainer.architectures.tensors import FLOATS, differences
 from trainer.ranges import Count, Layers, Seed
 from trainer.records import Batch
 from trainer.target_head import TargetHead
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass
@@ -65,7 +73,7 @@ class Mtp(Anchored):
                     nn.init.zeros_(parameter)
         self.needs_v2 = len(self.heads) > 1  # Model Runner V1 has the first take every step
         own = _own(self.config, context.own_tensors)
-        self.split_experts = own.keys() != fused(own).keys()
+        self.split_experts = apart(own)
         if start == "own":
             self._fill(own)
             return
@@ -120,6 +128,8 @@ class Mtp(Anchored):
                               "config.json), of which each drafts one token")
         elif problem := cls.served_problem(config, settings["steps"], **settings):
             found["steps"] = problem
+        if not found:
+            promised(config)
         if settings["start"] == "own":
             return found
         if layout is not MIMO:
@@ -134,7 +144,7 @@ class Mtp(Anchored):
     def served_problem(cls, config: dict[str, Any], k: int, **settings: Any) -> str | None:
         layout = LAYOUTS.get(config.get("model_type"))
         count = {**config, **served_as(config)[0]}.get(layout.count) or 1 if layout else 1
-        if k <= count or k % count == 0:
+        if not isinstance(count, int) or k <= count or k % count == 0:  # what is no number, `fits` tells
             return None
         return (f"must be at most {count} or a multiple of it, since vLLM takes no other draft length of a "
                 f"target with {count} MTP layers ({layout.count} in its config.json)")
@@ -152,10 +162,7 @@ class Mtp(Anchored):
             return ("the target has no MTP module (no tensor of its files begins with "
                     f"{layout_of(config).prefixes(config)[0]}); set drafter.start=random for a Llama or a "
                     "Qwen2, or fetch a checkpoint that has one")
-        with torch.device("meta"):
-            heads = nn.ModuleList(Module(layout_of(config), config)
-                                  for _ in range(layout_of(config).modules(config)))
-        return _difference(heads, _own(config, tensors), False)
+        return _difference(promised(config), _own(config, tensors), False)
 
     def states(self, taps: Tensor) -> Tensor:
         """s [T, H] float32 of taps [T, H] in any dtype."""
@@ -255,17 +262,10 @@ def _difference(modules: nn.Module, tensors: Mapping[str, Tensor], some: bool) -
     if coarse:
         return (f"the target's MTP module is quantised ({coarse[0]} is {tensors[coarse[0]].dtype}), so it "
                 "cannot be trained and put back; take the checkpoint that is not quantised")
-    wanted, found = modules.state_dict(), fused(tensors)
-    missing = [] if some else sorted(wanted.keys() - found.keys())
-    wrong = sorted(found.keys() - wanted.keys()) + missing \
-        + [name for name in sorted(found.keys() & wanted.keys()) if found[name].shape != wanted[name].shape]
-    if not wrong:
-        return None
-    pairs = [f"{name}: expected {_size(wanted, name)}, found {_size(found, name)}" for name in wrong[:3]]
-    return (f"the tensors of the target's MTP module are not those that its config.json promises: "
-            f"{len(wrong)} differ ({'; '.join(pairs)}); it is of another size or layout: fetch the target "
-            "again, or choose another one")
-
-
-def _size(tensors: Mapping[str, Tensor], name: str) -> str:
-    return str(list(tensors[name].shape)) if name in tensors else "none"
+    wanted = modules.state_dict()
+    wanted = split(wanted) if apart(tensors) else wanted
+    wrong = differences(wanted, tensors, optional=wanted.keys() if some else ())
+    return None if not wrong else (
+        "the tensors of the target's MTP module are not those that its config.json promises: "
+        f"{len(wrong)} differ ({'; '.join(wrong[:3])}); it is of another size or layout, or damaged: fetch "
+        "the target again, or choose another one")

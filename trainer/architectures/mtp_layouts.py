@@ -22,6 +22,7 @@ ONE_LAYER = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "mlp_lay
              "use_sliding_window": False, "sliding_window": None}
 PARTS = ("token_norm", "state_norm", "input_proj", "norm")
 SHARED = ("embed_tokens.weight", "head.weight")
+NEW = ("llama", "qwen2")  # what is served as a MiMo with a module, by a config.json that says so
 
 
 @dataclass(frozen=True)
@@ -112,17 +113,25 @@ LAYOUTS = {  # by the target's model_type
 
 
 def layout_of(config: Mapping[str, Any]) -> Layout:
-    """The layout of a target with this (text) config; ValueError where none is known."""
+    """The layout of a target with this (text) config; ValueError where none is known, or no server would find
+    a module."""
     kind = config.get("model_type")
     if kind not in LAYOUTS:
         raise ValueError(f"a target of model_type {kind} has no MTP module that is known here (known: "
                          f"{', '.join(sorted(LAYOUTS))}); set drafter=eagle3 or drafter=dflash")
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "some method")
+    if found := config.get("quantization_config"):
+        method = found.get("quant_method", "some method") if isinstance(found, dict) else found
         raise ValueError(f"the target's weights are quantised (quantization_config in its config.json: "
                          f"{method}), so a trained MTP module cannot be put back among them; take the "
                          "checkpoint that is not quantised")
-    return LAYOUTS[kind]
+    layout = LAYOUTS[kind]
+    counted = layout.several or layout is MIMO  # servers of the others take one where nothing is said
+    count = config.get(layout.count, None if counted else 1)
+    if kind not in NEW and (type(count) is not int or count < 1):
+        raise ValueError(f"the target's config.json says {layout.count} {count!r}, by which a server finds "
+                         "no MTP module; write the number of those in its files there, where it has any, or "
+                         "set drafter=eagle3 or drafter=dflash")
+    return layout
 
 
 def layer_config(layout: Layout, config: Mapping[str, Any]) -> Any:
@@ -140,7 +149,7 @@ def layer_config(layout: Layout, config: Mapping[str, Any]) -> Any:
 def served_as(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What config.json of a target without a module must say for a server to find a new one, and the tensors
     that the target needs for it. A Llama is a MiMo whose biases of queries, keys and values are zero."""
-    if config["model_type"] == "mimo" or LAYOUTS[config["model_type"]] is not MIMO:
+    if config["model_type"] not in NEW:
         return {}, {}
     changes = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 1,
                "attention_bias": True, "use_sliding_window": False}
@@ -161,6 +170,11 @@ def unlike_mimo(config: Mapping[str, Any]) -> str | None:
              **({"attention_bias": False} if config["model_type"] == "llama" else {})}
     return next((f"{key}={config[key]}" for key, value in plain.items() if config.get(key, value) not in
                  (value, None)), None)
+
+
+def apart(names: Iterable[str]) -> bool:
+    """Whether experts have tensors of their own."""
+    return any(EXPERT.fullmatch(name) for name in names)
 
 
 def fused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.architectures.mtp_layouts import Layout, layer_config
+from trainer.architectures.mtp_layouts import Layout, layer_config, layout_of, served_as, split
+from trainer.errors import UNREADABLE
+
+SIZES = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+# of a decoder config: what changes nothing that an MTP layer computes
+IDLE = {"architectures", "transformers_version", "dtype", "use_cache", "bos_token_id", "eos_token_id",
+        "pad_token_id", "initializer_range", "tie_word_embeddings", "max_position_embeddings"}
 
 
 class Pairs:
@@ -63,3 +69,37 @@ class Module(nn.Module):
                             **{self.cache_name: pairs})[0]
         normed = self.norm(stream)
         return normed if self.layout.feeds_normed else stream, normed
+
+
+def promised(config: Mapping[str, Any]) -> nn.ModuleList:
+    """The modules of a target with this (text) config, without values (device meta); ValueError where there
+    can be none."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    layout = layout_of(config)
+    try:
+        with torch.device("meta"):
+            return nn.ModuleList(Module(layout, config) for _ in range(layout.modules(config)))
+    except (*UNREADABLE, RuntimeError, StrictDataclassError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"no MTP module can be made by the target's config.json ({reason}); mend it, or "
+                         "fetch it again") from error
+
+
+def promised_tensors(config: Mapping[str, Any], split_experts: bool) -> dict[str, Tensor]:
+    """The tensors of these modules, in the names of the target's files, and those that the target needs
+    besides."""
+    layout, own = layout_of(config), promised(config).state_dict()
+    own = split(own) if split_experts else own
+    return {layout.target_name(name, config): tensor for name, tensor in own.items()} | served_as(config)[1]
+
+
+def unlike(config: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """The first key in which targets with these (text) configs, as a server reads them, differ so that a
+    module of the `other` one does not compute the same; None when there is none."""
+    for key in SIZES:
+        if config[key] != other.get(key):
+            return key
+    one, two = (layer_config(layout_of(each), each) for each in (config, other))
+    keys = type(one)().to_dict().keys() - IDLE  # none that people added
+    return next((key for key in sorted(keys) if getattr(one, key, None) != getattr(two, key, None)), None)

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from trainer.architectures.block_layers import BlockLayer
 from trainer.architectures.geometry import geometry
+from trainer.architectures.tensors import differences
+from trainer.errors import UNREADABLE
 
 REMEDIES = {"num_hidden_layers": "set drafter.layers to it", "mask_token_id": "set target.mask_token to it",
             "intermediate_size": "set drafter.intermediate_size to it",
@@ -30,15 +32,16 @@ def difference(given: dict[str, Any], own: dict[str, Any], taps: Sequence[int],
     `own`, these tapped layers and this mask token; None when its tensors mean the same here."""
     try:
         found = facts(given)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        reason = f"it has no {error.args[0]}" if isinstance(error, KeyError) else str(error)
+    except UNREADABLE as error:
+        reason = f"it has no {error.args[0]}" if isinstance(error, KeyError) else \
+            str(error).replace("the target's", "its") or type(error).__name__
         return f"its config.json is not that of a block drafter ({reason}); give that of one (dflash, ...)"
     expected = {**{key: own[key] for key in SHARED}, "tap_layers": list(taps), "mask_token_id": mask_token_id,
                 "num_hidden_layers": own["num_hidden_layers"], "intermediate_size": own["intermediate_size"]}
     for key in (*REMEDIES, *SHARED):  # as many layers before the kinds of layers
         if found[key] != expected[key]:
             remedy = REMEDIES.get(key, "it belongs to a target of another shape, so begin without it")
-            return f"its {key} is {found[key]}, and here it is {expected[key]}; {remedy}"
+            return f"its {key} is {found[key]!r}, and here it is {expected[key]!r}; {remedy}"
     return None
 
 
@@ -56,16 +59,15 @@ def facts(config: dict[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def copy_backbone(drafter: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Fills the backbone; raises ValueError unless each of its tensors is there and has a place."""
+    """Fills the backbone; raises ValueError unless each of its tensors is there, has a place, and finite
+    numbers."""
     own = {name: parameter for name, parameter in drafter.named_parameters() if name.startswith(PARTS)}
     given = {name: tensor for name, tensor in tensors.items() if name.startswith(PARTS)}
     with torch.device("meta"):
         plain = [name for name, _ in BlockLayer(drafter.geometry, torch.add).named_parameters()]
     needed = {name for name in own if not name.startswith("layers.") or name.split(".", 2)[2] in plain}
-    wrong = sorted((given.keys() - own.keys()) | (needed - given.keys())
-                   | {name for name in given.keys() & own.keys() if given[name].shape != own[name].shape})
-    if wrong:
-        raise ValueError(f"{len(wrong)} tensors of its backbone differ in name or shape from those here "
-                         f"({', '.join(wrong[:3])}); begin with a drafter of this method or of dflash")
+    if wrong := differences(own, given, optional=own.keys() - needed):
+        raise ValueError(f"{len(wrong)} tensors of its backbone differ from those here "
+                         f"({'; '.join(wrong[:3])}); begin with a whole drafter of this method or of dflash")
     for name, tensor in given.items():
         own[name].copy_(tensor)

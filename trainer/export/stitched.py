@@ -19,10 +19,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trainer.architectures.base import Exported
+from trainer.architectures.mtp_layouts import apart, layout_of
+from trainer.architectures.mtp_module import promised_tensors
+from trainer.architectures.tensors import differences
 from trainer.errors import UserError
 from trainer.export.base import Format, Serving, in_dtype
 from trainer.export.serve_line import Place
-from trainer.target_head import read_tensors, tensor_names
+from trainer.target import text_part
+from trainer.target_head import read_tensors, tensor_names, tensor_shapes
 
 INDEX, RECORD, ADDED = "model.safetensors.index.json", "mtp.json", "model-mtp.safetensors"
 SMALL = (".json", ".jinja", ".model", ".txt", ".py", ".tiktoken")  # what a target has beside its weights
@@ -74,7 +78,8 @@ def stitch(target: Path, folder: Path, tensors: dict[str, Tensor], record: dict[
     beside its own: shards that change, the index and config.json (with `record["config_changes"]`) are
     written anew, all other files are hard links, or copies on another disk. `record` is kept in mtp.json.
     Nothing in `target` is opened for writing; what `folder` has is removed. Raises UserError for tensors that
-    do not fit those in place."""
+    are not the target's module."""
+    require_module(target, tensors)
     shutil.rmtree(folder, ignore_errors=True)  # of one that was killed: its links lead into the target
     folder.mkdir(parents=True)
     places = tensor_names(target)
@@ -103,6 +108,24 @@ def stitch(target: Path, folder: Path, tensors: dict[str, Tensor], record: dict[
     (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n")
 
 
+def require_module(target: Path, tensors: dict[str, Tensor]) -> None:
+    """Raises UserError unless `tensors` are all of the MTP module that the config.json of the `target`
+    promises, with finite values, and nothing else, and unless the module in its files, where it has one, is
+    such a one, too."""
+    config, places = text_part(json.loads((target / "config.json").read_text())), tensor_names(target)
+    try:
+        wanted = promised_tensors(config, apart(tensors))
+        own = layout_of(config).own_names(places, config)
+    except ValueError as error:
+        raise UserError(f"{target} cannot take an MTP module: {error}") from error
+    there = {"the trained": tensors} | ({"its own": tensor_shapes(target, own)} if own else {})
+    for whose, found in there.items():
+        if wrong := differences(wanted, found):
+            raise UserError(f"{target} cannot take the MTP module: {len(wrong)} tensors of {whose} one are "
+                            f"not what its config.json promises ({'; '.join(wrong[:3])}); take the target "
+                            "that the module was trained for, or train and export the module again")
+
+
 def link(source: Path, place: Path) -> None:
     """A hard link, or a copy where there can be none."""
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -120,10 +143,6 @@ def _rewrite(source: Path, place: Path, tensors: dict[str, Tensor]) -> None:
         for name in file.keys():  # noqa: SIM118 - it is no dict
             kept[name] = file.get_tensor(name)
             if name in tensors:
-                if kept[name].shape != tensors[name].shape:
-                    raise UserError(f"{source} has {name} of size {list(kept[name].shape)} where the "
-                                    f"trained one has {list(tensors[name].shape)}; it is another target: "
-                                    "take the one that the module was trained for")
                 kept[name] = tensors[name]
     save_file(kept, place, metadata=metadata)
 
@@ -137,6 +156,7 @@ def _write_index(target: Path, folder: Path, places: dict[str, str]) -> None:
             header = json.loads(shard.read(int.from_bytes(shard.read(8), "little")))
         total += sum(each["data_offsets"][1] - each["data_offsets"][0]
                      for name, each in header.items() if name != "__metadata__")
-    index = {**index, "metadata": {**index.get("metadata", {}), "total_size": total},
+    known = index.get("metadata")
+    index = {**index, "metadata": {**(known if isinstance(known, dict) else {}), "total_size": total},
              "weight_map": dict(sorted(places.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")

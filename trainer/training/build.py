@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -19,10 +18,11 @@ from trainer.architectures.base import DraftContext, Drafter
 from trainer.errors import Several, UserError
 from trainer.ranges import Gives
 from trainer.records import Sample
-from trainer.target import Target
+from trainer.target import INDEX, Target
 from trainer.target_head import head_names, load_target_head, read_tensors, tensor_names, tensor_shapes
 from trainer.training.checkpoint import load_weights
 
+AGAIN = "export the drafter of drafter.start_from again, or set drafter.start_from=null"
 FEW, RARE = 10, 1e-3  # a mask token may be said so often, or be such a share: sampling says anything once
 MakeDrafter = Annotated[partial, Gives(("context",))]  # the drafter's YAML node, waiting for its context
 
@@ -99,7 +99,7 @@ def start_facts(make: MakeDrafter) -> dict[str, Any]:
         return {}
     sums = _folders.sums(folder)
     return {"start_from": {name: each["xxh3_64"] for name, each in sums.items()
-                           if name == "config.json" or name.endswith(".safetensors")}}
+                           if name in ("config.json", INDEX) or name.endswith(".safetensors")}}
 
 
 def _found_folder(make: MakeDrafter) -> Path | None:
@@ -118,11 +118,7 @@ def require_start(make: MakeDrafter, target: Target) -> None:
     folder = _found_folder(make)
     if folder is None:
         return
-    try:
-        given = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder / 'config.json'} of drafter.start_from cannot be read ({error}); export it "
-                        "again, or set drafter.start_from=null") from error
+    given = _folders.read_object(folder / "config.json", AGAIN)
     problem = make.func.start_problem(given, target.config, target.mask_token_id, **make.keywords)
     if problem is not None:
         raise UserError(f"drafter.start_from={folder} cannot be begun with: {problem}")
@@ -145,13 +141,27 @@ def _begin(drafter: Drafter, folder: Path) -> None:
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:
+    """The tensors of an exported drafter: of the files that its index names or, without one, of all; none may
+    be there twice, since who reads them last would win, and none that the index names may be missing."""
     weights: dict[str, Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    files, promised = [path.name for path in sorted(folder.glob("*.safetensors"))], set()
+    if (folder / INDEX).is_file():
+        places = _folders.read_object(folder / INDEX, AGAIN).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+            raise UserError(f"{folder / INDEX} has no weight_map of file names; {AGAIN}")
+        files, promised = sorted({*places.values()}), {*places}
+    for name in files:
         try:
-            weights |= load_file(path)
+            found = load_file(folder / name)
         except (OSError, SafetensorError) as error:
-            raise UserError(f"{path} of drafter.start_from cannot be read ({error}); export it again, or set "
-                            "drafter.start_from=null") from error
+            raise UserError(f"{folder / name} cannot be read ({error}); {AGAIN}") from error
+        if twice := sorted(weights.keys() & found.keys()):
+            raise UserError(f"{folder / name} has {len(twice)} tensors that another file there has, too "
+                            f"({', '.join(twice[:3])}); remove the one that is not meant")
+        weights |= found
+    if absent := sorted(promised - weights.keys()):
+        raise UserError(f"{folder} lacks {len(absent)} tensors that its {INDEX} names "
+                        f"({', '.join(absent[:3])}); {AGAIN}")
     return weights
 
 

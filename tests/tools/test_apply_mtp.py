@@ -97,9 +97,9 @@ def test_what_does_not_fit_is_one_sentence(call: Any, changes: Path, tiny_target
 
 
 CONFIGS = {  # of a target that is not the one of the module, and what is told
-    "hidden_size": (128, "has hidden_size 128, and the module"),
+    "hidden_size": (128, "config.json says hidden_size 128"),
     "intermediate_size": (64, "has intermediate_size 64, and the module"),
-    "num_key_value_heads": (1, "has num_key_value_heads 1, and the module"),
+    "num_key_value_heads": (1, "config.json says num_key_value_heads 1"),
     "hidden_act": ("gelu", "has hidden_act 'gelu', and the module"),
     "rope_parameters": ({"rope_type": "default", "rope_theta": 5.0}, "has rope_parameters {"),
     "rms_norm_eps": (0.1, "has rms_norm_eps 0.1, and the module"),
@@ -112,8 +112,8 @@ def test_another_target_is_told_also_where_no_identity_is_known(call: Any, chang
                                                                 tiny_target: Target, key: str) -> None:
     value, text = CONFIGS[key]
     (changes / "speculator.json").unlink()
-    other = copied(tiny_target, tmp_path / "other", config={key: value})
-    refused(call(changes, other.folder, tmp_path / "a"), text, tmp_path)
+    copied(tiny_target, tmp_path / "other", config={key: value})
+    refused(call(changes, tmp_path / "other", tmp_path / "a"), text, tmp_path)
 
 
 RECORDS = [({"steps": "2"}, "says steps '2'"), ({"steps": -1}, "says method 'mtp' and steps -1"),

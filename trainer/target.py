@@ -18,15 +18,13 @@ from typing import Any
 
 from trainer.errors import UserError
 from trainer.ranges import Amount, Layers, SequenceLength
-from trainer.target_fit import Header, require_fit, require_readable
+from trainer.target_fit import INDEX, json_object, require_fit, require_readable, whole_weights
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 IDENTITY_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer.model",
                   "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 MORE_FILES = ("vocab.json", "merges.txt", "added_tokens.json", "additional_chat_templates/*", "*.py")
-INDEX = "model.safetensors.index.json"
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-POINTER = b"version https://git-lfs"
 OF_THE_WHOLE = ("quantization_config", "tie_word_embeddings")  # may stand beside a text part and hold for it
 BRACKETED = re.compile(r"<.+>|\[.+\]")
 
@@ -215,27 +213,15 @@ def check_folder(folder: Path) -> None:
                         f"copy the tokenizer files of the model into it")
     for name in (*IDENTITY_FILES, INDEX):
         if name.endswith(".json") and (folder / name).is_file():
-            _object(folder / name)
+            json_object(folder / name)
     text = _check_sizes(folder / "config.json")
-    known = require_readable(folder / "config.json", _object(folder / "config.json"), text)
-    require_fit(folder / "config.json", text, known, _check_weights(folder))
-
-
-def _object(path: Path) -> dict[str, Any]:
-    """The JSON object that a file of the target holds."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON ({error}); fetch it again") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{path} is not as expected: it holds a {type(found).__name__}, not an object; fetch "
-                        "it again")
-    return found
+    known = require_readable(folder / "config.json", json_object(folder / "config.json"), text)
+    require_fit(folder / "config.json", text, known, whole_weights(folder))
 
 
 def _check_sizes(path: Path) -> dict[str, Any]:
     """The text part, which says how large a decoder it is."""
-    config = _object(path)
+    config = json_object(path)
     config = text_part(config) if isinstance(config.get("text_config", {}), dict) else {}
     for name in SIZES:
         value = config.get(name)
@@ -243,45 +229,6 @@ def _check_sizes(path: Path) -> dict[str, Any]:
             raise UserError(f"{path} says {name} {value!r}, expected a number of at least 1; it is not the "
                             "config of a decoder, or damaged: fetch it again")
     return config
-
-
-def _check_weights(folder: Path) -> dict[str, Header]:
-    """Every shard is there and whole, and holds the tensors that the index says; what it says of them."""
-    from safetensors import SafetensorError, safe_open
-
-    index, named = folder / INDEX, {path.name: set() for path in folder.glob("*.safetensors")}
-    headers: dict[str, Header] = {}
-    if index.is_file():
-        places = _object(index).get("weight_map")
-        if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-            raise UserError(f"{index} is not an index of shards (it has no weight_map of file names); fetch "
-                            "it again")
-        named = {name: {tensor for tensor, place in places.items() if place == name}
-                 for name in sorted(set(places.values()))}
-        missing = [name for name in named if not (folder / name).is_file()]
-        if missing:
-            raise UserError(f"target folder {folder} lacks {len(missing)} of the {len(named)} shards that "
-                            f"its index names ({', '.join(missing[:3])}); fetch them again")
-    if not named:
-        raise UserError(f"target folder {folder} has no safetensors weights; only safetensors is read, so "
-                        "convert the model with its save_pretrained(safe_serialization=True)")
-    for name, tensors in named.items():
-        with (folder / name).open("rb") as file:
-            if file.read(len(POINTER)) == POINTER:
-                raise UserError(f"{folder / name} is a Git LFS pointer, not the weights; run git lfs pull")
-        try:
-            with safe_open(folder / name, framework="pt") as file:
-                held = {*file.keys()}
-                absent = sorted(tensors - held)
-                for tensor in tensors & held or held:
-                    part = file.get_slice(tensor)
-                    headers[tensor] = Header(name, part.get_dtype(), part.get_shape())
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{folder / name} is damaged or not whole ({error}); fetch it again") from error
-        if absent:
-            raise UserError(f"{folder / name} lacks {len(absent)} tensors that {INDEX} says it holds "
-                            f"({', '.join(absent[:3])}); fetch both again")
-    return headers
 
 
 def folder_identity(folder: Path) -> str:

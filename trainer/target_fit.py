@@ -1,9 +1,10 @@
-"""Whether a target's config.json can be read and is that of the weights beside it, told from the headers of
-its files alone; and its whole model through transformers, none of whose weights is drawn at random. """
+"""Whether a target's files are whole and its config.json is that of the weights beside it, told from their
+headers alone; and its whole model through transformers, none of whose weights is drawn at random. """
 
 from __future__ import annotations
 
 import copy
+import json
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,8 @@ KEYS: dict[str, Any] = {  # of the text part: what is read of it somewhere, wher
     "tie_word_embeddings": bool | None, "quantization_config": dict | None}
 ROPE: dict[str, Any] = {"rope_theta": Positive | None, "factor": Positive | None, "rope_type": Text | None,
                         "type": Text | None, "original_max_position_embeddings": Count | None}
+INDEX = "model.safetensors.index.json"
+POINTER = b"version https://git-lfs"
 PLAIN = ("F32", "BF16", "F16", "F64")  # quantised tensors may be packed, and then have sizes of their own
 MENDED = "mend it there, or fetch config.json and weights again"
 
@@ -32,6 +35,57 @@ class Header(NamedTuple):
     file: str
     dtype: str
     shape: list[int]
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """The JSON object that a file of the target holds."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not valid JSON ({error}); fetch it again") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is not as expected: it holds a {type(found).__name__}, not an object; fetch "
+                        "it again")
+    return found
+
+
+def whole_weights(folder: Path) -> dict[str, Header]:
+    """Every shard is there and whole, and holds the tensors that the index says; what it says of them."""
+    from safetensors import SafetensorError, safe_open
+
+    index, named = folder / INDEX, {path.name: set() for path in folder.glob("*.safetensors")}
+    headers: dict[str, Header] = {}
+    if index.is_file():
+        places = json_object(index).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+            raise UserError(f"{index} is not an index of shards (it has no weight_map of file names); fetch "
+                            "it again")
+        named = {name: {tensor for tensor, place in places.items() if place == name}
+                 for name in sorted(set(places.values()))}
+        missing = [name for name in named if not (folder / name).is_file()]
+        if missing:
+            raise UserError(f"target folder {folder} lacks {len(missing)} of the {len(named)} shards that "
+                            f"its index names ({', '.join(missing[:3])}); fetch them again")
+    if not named:
+        raise UserError(f"target folder {folder} has no safetensors weights; only safetensors is read, so "
+                        "convert the model with its save_pretrained(safe_serialization=True)")
+    for name, tensors in named.items():
+        with (folder / name).open("rb") as file:
+            if file.read(len(POINTER)) == POINTER:
+                raise UserError(f"{folder / name} is a Git LFS pointer, not the weights; run git lfs pull")
+        try:
+            with safe_open(folder / name, framework="pt") as file:
+                held = {*file.keys()}
+                absent = sorted(tensors - held)
+                for tensor in tensors & held or held:
+                    part = file.get_slice(tensor)
+                    headers[tensor] = Header(name, part.get_dtype(), part.get_shape())
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{folder / name} is damaged or not whole ({error}); fetch it again") from error
+        if absent:
+            raise UserError(f"{folder / name} lacks {len(absent)} tensors that {INDEX} says it holds "
+                            f"({', '.join(absent[:3])}); fetch both again")
+    return headers
 
 
 def require_readable(path: Path, config: dict[str, Any], text: dict[str, Any]) -> dict[str, Any] | None:

@@ -3,7 +3,7 @@ prompts and draft length; accepted length, and acceptance by position, beside ea
 
     python tools/compare_drafters.py [recipe ...] [KEY=VALUE ...] [--out FOLDER]
 
-    python tools/compare_drafters.py                       # all methods on the default target
+    python tools/compare_drafters.py 'evaluate.k=[3]'      # all methods on the default target
     python tools/compare_drafters.py dflash_smollm2 eagle3_smollm2 train.steps=200 'evaluate.k=[2]'
 
 Each recipe is run as `python -m trainer recipe=<recipe> KEY=VALUE ...`, one after the other; what is finished

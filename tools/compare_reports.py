@@ -34,6 +34,7 @@ from trainer.progress import exit_status  # noqa: E402
 Row = dict[str, Any]
 EQUAL = {"target": "the target", "responses": "the answers that were learnt from", "steps": "train.steps",
          "tokens": "the tokens that were trained on", "prompts": "the prompts that were decoded",
+         "decoded": "the tokens that were decoded (evaluate.sampling)",
          "lengths": "evaluate.k"}
 APART = 0.05  # plain speeds of the same traffic that differ by more were measured on machines in other states
 
@@ -98,6 +99,7 @@ def facts(report: Mapping[str, Any]) -> dict[str, Any]:
     return {"target": report.get("target"), "responses": stages.get("responses", {}).get("fingerprint"),
             "steps": train.get("steps"), "tokens": train.get("tokens"),
             "prompts": rows[0].get("prompts") if rows else None,
+            "decoded": rows[0].get("output_tokens") if rows else None,
             "lengths": [row["num_speculative_tokens"] for row in rows] or None}
 
 

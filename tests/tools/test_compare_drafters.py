@@ -18,7 +18,8 @@ def row(engine: str, k: int, length: float, speedup: float | None,
         dataset: str = "heldout") -> dict[str, Any]:
     rates = [(length - 1) * share for share in (0.75, 0.25)] + [0.0] * (k - 2)
     return {"dataset": dataset, "engine": engine, "num_speculative_tokens": k, "mean_accepted_length": length,
-            "per_position_acceptance": rates, "speedup": speedup, "lossless": True, "prompts": 20}
+            "per_position_acceptance": rates, "speedup": speedup, "lossless": True, "prompts": 20,
+            "output_tokens": 591}
 
 
 @pytest.fixture
@@ -47,6 +48,7 @@ def test_the_longest_accepted_length_comes_first(reports: dict[str, dict[str, An
     ("train", "tokens", 1, "the tokens that were trained on differ"),
     ("responses", "fingerprint", "cd", "that were learnt from differ: ab in dflash, cd in eagle3"),
     ("rows", "prompts", 8, "the prompts that were decoded differ: 20 in dflash, 8 in eagle3"),
+    ("rows", "output_tokens", 400, "the tokens that were decoded (evaluate.sampling) differ: 591 in"),
     ("rows", "num_speculative_tokens", 2, "evaluate.k differ"),
 ])
 def test_unequal_terms_are_named(reports: dict[str, dict[str, Any]], where: str, key: str, value: Any,

@@ -363,7 +363,8 @@ METHODS = ("eagle3", "dflash", "dflash2", "dspark", "mtp")
 
 
 def test_drafters_of_one_target_share_its_answers() -> None:
-    """Which layers a drafter reads, and what its masks are, changes no answer; its own length does."""
+    """Which layers a drafter reads, how their states are computed, and what its masks are, changes no answer;
+    the length and type of what answers do."""
     def made(recipe: str, *more: str) -> str:
         node = compose_configuration([f"recipe={recipe}", *more], find()).settings["responses"]
         return pipeline.fingerprint(node, 1, {}, {}, pipeline.build(node).idle)
@@ -371,3 +372,7 @@ def test_drafters_of_one_target_share_its_answers() -> None:
     assert len({made(f"{method}_smollm2") for method in METHODS}) == 1
     assert made("dflash_smollm2", "target.mask_token=5") == made("eagle3_smollm2")
     assert made("eagle3_smollm2", "target.max_length=512") != made("eagle3_smollm2")
+    assert made("eagle3_smollm2", "target_engine.prefill_tokens=512") == made("eagle3_smollm2")
+    full = made("eagle3_smollm2_full")
+    assert made("eagle3_smollm2_full", "target_engine.states.dtype=float32") == full
+    assert made("eagle3_smollm2_full", "target_engine.answers.dtype=float32") != full

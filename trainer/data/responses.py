@@ -74,7 +74,9 @@ class Regenerate(Stage):
 
     after: ClassVar[tuple[str, ...]] = ("prompts",)
     version: ClassVar[int] = 1
-    idle: ClassVar[tuple[str, ...]] = ("target.tap_layers", "target.mask_token")  # drafters share the answers
+    idle: ClassVar[tuple[str, ...]] = (  # drafters share the answers, however their states are computed
+        "target.tap_layers", "target.mask_token",
+        "engine.states", "engine.states_batch", "engine.prefill_tokens")
 
     def external(self) -> dict[str, Any]:
         return self.target.facts

@@ -1,18 +1,23 @@
-"""What the CPU path notes of the target's rows, a few rows at a time so that they stay in the cache, each
-element read once: enough to tell any token's chance and to draw one without the row. """
+"""What the CPU path notes of the target's rows, a few rows at a time so that they stay in the cache: enough to
+tell any token's chance and to draw one without the row. Of rows whose filters leave few ids only the cells of
+ids that have some are read as numbers. """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.kernels.cpu_filters import drop_below, floats, kth_largest, nucleus, nucleus_of_few
 from trainer.kernels.verification import Verification
 
 BLOCK = 1024  # ids of a logical block: sampling takes a block first, then a token in it
 CELL = 128  # ids of which the largest logit says whether a filter has to look at them
 CACHED = 2 ** 18  # elements that are worked on together
+FEW = 8  # a row is read by cells where no more than one of so many has to be
+FIRST = (32, 256)  # cells with the largest logits in which what top-p keeps is looked for before the whole row
 WHOLE = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 
 
@@ -29,26 +34,34 @@ def runs(rows: list[int]) -> Iterator[slice]:
         start = end
 
 
-def most_likely(logits: Tensor, rows: list[int]) -> Tensor:
-    """The lowest id of the largest logit of some rows of `logits` [R, V], int64; -2 where no finite number
-    is the largest. What is not a number is impossible.
+def largest(logits: Tensor, rows: list[int], width: int) -> Tensor:
+    """[n, parts]: the largest logit of each `width` ids of some rows of `logits` [R, V], as the integer of
+    its bits, wherever that is positive; elsewhere something that is not.
 
     A positive number's bits read as an integer rise with it, and those of negative ones are negative: the
     largest integer is the largest number wherever that is positive. Integers compare many times faster. """
-    size = logits.shape[1]
-    whole = logits.view(WHOLE[logits.dtype])
-    infinity = int(torch.tensor(torch.inf, dtype=logits.dtype).view(whole.dtype))
-    inside = size // BLOCK * BLOCK
+    whole, inside = logits.view(WHOLE[logits.dtype]), logits.shape[1] // width * width
     parts = []
     for run in runs(rows):
-        parts.append(whole[run, :inside].unflatten(1, (-1, BLOCK)).amax(2) if inside else whole[run, :0])
-        if inside < size:
+        parts.append(whole[run, :inside].unflatten(1, (-1, width)).amax(2) if inside else whole[run, :0])
+        if inside < logits.shape[1]:
             parts[-1] = torch.cat([parts[-1], whole[run, inside:].amax(1, keepdim=True)], 1)
-    top, block = torch.cat(parts).max(1)
-    at = torch.tensor(rows)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def infinity(dtype: torch.dtype) -> int:
+    """Bits of numbers are below it, those of positive infinity and of what is no number are not."""
+    return int(torch.tensor(torch.inf, dtype=dtype).view(WHOLE[dtype]))
+
+
+def most_likely(logits: Tensor, rows: list[int]) -> Tensor:
+    """The lowest id of the largest logit of some rows of `logits` [R, V], int64; -2 where no finite number
+    is the largest. What is not a number is impossible. """
+    whole, size = logits.view(WHOLE[logits.dtype]), logits.shape[1]
+    top, block = largest(logits, rows, BLOCK).max(1)
     ids = (block[:, None] * BLOCK + torch.arange(BLOCK)).clamp_(max=size - 1)
-    best = ids.gather(1, whole[at[:, None], ids].max(1, keepdim=True).indices)[:, 0]
-    for index in ((top <= 0) | (top >= infinity)).nonzero()[:, 0].tolist():
+    best = ids.gather(1, whole[torch.tensor(rows)[:, None], ids].max(1, keepdim=True).indices)[:, 0]
+    for index in ((top <= 0) | (top >= infinity(logits.dtype))).nonzero()[:, 0].tolist():
         row = logits[rows[index]].float()
         value, place = row.masked_fill(row.isnan(), -torch.inf).max(0)
         best[index] = place if value.isfinite() else -2
@@ -60,12 +73,17 @@ class Rows:
 
     For y, the logits over the temperature: `highest` [R] float32; `masses` [R, blocks] float32, the sums of
     exp(y - highest) over what the filters keep of each block, and `total` [R] float64 of all. Kept is y above
-    `edge`, and y = edge with an id up to `last`. `faulty` [R]: no finite number is the highest. """
+    `edge`, and y = edge with an id up to `last`. `faulty` [R]: no finite number is the highest.
+
+    `needed` [R] float64, where it is given, is what the chance of a row's draft has to exceed. Top-p makes
+    the chance of what it keeps larger: where it surely keeps the draft and the chance is enough without it,
+    nothing is dropped, since nothing else is asked of such a row. """
 
     def __init__(self, step: Verification, request: Tensor) -> None:
         """`request` [R] int64: whose row it is."""
         rows, self.size = len(request), step.vocab_size
         self.step, self.logits = step, step.target_logits[:, :self.size]
+        self.needed: Tensor | None = None
         self.temperature = step.sampling.temperature[request]
         self.highest = torch.zeros(rows)
         self.width = min(BLOCK, -(-self.size // CELL) * CELL)  # of a block
@@ -78,24 +96,69 @@ class Rows:
         self.min_p, self.rest = sampling.min_p[request], 1 - sampling.top_p[request]
         self.top_k = sampling.top_k[request].long()
         self.top_k[self.top_k >= self.size] = 0
-        self.filters = (self.top_k > 0) | (self.rest > 0) | (self.min_p > 0)
+        self.bounded = (self.top_k > 0) | (self.min_p > 0)
+        self.filters = self.bounded | (self.rest > 0)
         self.nothing_filtered = not self.filters.any()
         self.one_hot = step.distribution is None
         self.draft_temperature = None if self.one_hot else step.distribution.temperature[request]
 
     def look(self, rows: Tensor) -> None:
         """Takes notes of rows [n] int64."""
+        if not self.nothing_filtered:
+            bounded = self.bounded[rows]
+            if bounded.any():
+                rows = torch.cat([rows[~bounded], self._look_at_few(rows[bounded])])
         for some in self.chunks(rows):
-            self._look(some)
+            self._look_at_all(some)
 
     def chunks(self, rows: Tensor) -> tuple[Tensor, ...]:
         """As many at a time as stay in the cache."""
         return rows.split(max(1, CACHED // (self.masses.shape[1] * self.width))) if len(rows) else ()
 
-    def _look(self, rows: Tensor) -> None:
+    def _look_at_few(self, rows: Tensor) -> Tensor:
+        """Takes notes of bounded rows by the cells that reach the bound; returns those with too many."""
+        bits = largest(self.logits, rows.tolist(), CELL)
+        top, dtype, temperature = bits.amax(1), self.logits.dtype, self.temperature[rows]
+        peaks = bits.clamp_(min=0).view(dtype).float()
+        highest = top.view(dtype).float() / temperature
+        least = highest + self.min_p[rows].log()  # -inf without min-p
+        # No less than k logits reach the k-th largest of the cells'; less by what a division may round.
+        bound = torch.maximum(least * temperature, kth_largest(peaks, self.top_k[rows])) * (1 - 2 ** -20)
+        reached = peaks >= bound[:, None]
+        few = (bound > 0) & (top < infinity(dtype)) & highest.isfinite()
+        few &= reached.sum(1) * FEW <= peaks.shape[1]
+        self.highest[rows] = torch.where(few, highest, 0)
+        whole, reached = self.logits.view(WHOLE[dtype]).numpy(), reached.numpy()
+        columns = zip(rows.tolist(), bound.tolist(), least.tolist(), self.top_k[rows].tolist(),
+                      temperature.numpy(), strict=True)
+        for index, (row, lowest, edge, top_k, divisor) in enumerate(columns):
+            if not few[index]:
+                continue
+            ids = (np.flatnonzero(reached[index])[:, None] * CELL + np.arange(CELL)).ravel()
+            values = floats(whole[row].take(ids, mode="clip"), dtype)
+            at = np.flatnonzero((values >= lowest) & (ids < self.size))
+            values, ids = values[at] / divisor, ids[at]
+            if 0 < top_k <= len(values):
+                edge = max(edge, np.partition(values, -top_k)[-top_k])
+            kept = values >= edge
+            self._keep(row, values[kept], ids[kept], edge, 0.0)
+        return rows[~few]
+
+    def _keep(self, row: int, values: np.ndarray, ids: np.ndarray, edge: float, outside: float) -> None:
+        """Notes a row of which nothing but `values`, float32 over the temperature, of rising `ids` may be
+        kept; beside them is a mass `outside` that top-p drops."""
+        highest, rest = float(self.highest[row]), float(self.rest[row])
+        weights, last = np.exp(values.astype(np.float64) - highest), self.size
+        if rest > 0:
+            edge, last = nucleus_of_few(values, ids, weights, rest, outside)
+            kept = (values > edge) | (values == edge) & (ids <= last)
+            ids, weights = ids[kept], weights[kept]
+        self.edge[row], self.last[row], self.total[row] = float(edge), int(last), float(weights.sum())
+        self.masses[row] = torch.from_numpy(np.bincount(ids // self.width, weights, self.masses.shape[1]))
+
+    def _look_at_all(self, rows: Tensor) -> None:
         scaled = self._scaled(rows)
-        cells = scaled.unflatten(1, (-1, self.width)).amax(2)
-        highest = cells.amax(1)
+        highest = scaled.amax(1)
         if not highest.isfinite().all():
             scaled.masked_fill_(scaled.isnan(), -torch.inf)
             highest = scaled.amax(1)
@@ -103,14 +166,18 @@ class Rows:
             highest.masked_fill_(~highest.isfinite(), 0)
         self.highest[rows] = highest
         if self.nothing_filtered:
-            masses = scaled.sub_(highest[:, None]).exp_().unflatten(1, (-1, self.width)).sum(2)
+            weights = scaled.sub_(highest[:, None]).exp_()
         else:
-            masses = (scaled - highest[:, None]).exp_().unflatten(1, (-1, self.width)).sum(2)
-            filtered = (self.filters[rows] & ~self.faulty[rows]).nonzero()[:, 0]
-            if len(filtered):
-                masses[filtered] = self._filter(rows[filtered], scaled[filtered], masses[filtered])
-        self.masses[rows] = masses
-        self.total[rows] = masses.double().sum(1)
+            for index, row in enumerate(rows.tolist()):
+                if self.bounded[row] and not self.faulty[row]:
+                    self._bound(row, scaled[index])
+            weights = (scaled - highest[:, None]).exp_()
+        masses = weights.unflatten(1, (-1, self.width)).sum(2)
+        total = masses.double().sum(1)
+        self.masses[rows], self.total[rows] = masses, total
+        if not self.nothing_filtered:
+            for index in self._to_cut(rows, weights, total).tolist():
+                self._cut(int(rows[index]), scaled[index])
 
     def _scaled(self, rows: Tensor) -> Tensor:
         """[n, whole blocks] float32: the logits over the temperature, impossible ones behind them."""
@@ -124,41 +191,60 @@ class Rows:
         temperature = self.temperature[rows, None]
         return scaled if (temperature == 1).all() else scaled.div_(temperature)
 
-    def _filter(self, rows: Tensor, scaled: Tensor, masses: Tensor) -> Tensor:
-        """Notes `edge` and `last` of rows, and returns their masses of what is kept. `scaled` [n, whole
-        blocks], `masses` [n, blocks] of everything."""
-        top_k, rest = self.top_k[rows], self.rest[rows].double()
-        highest, whole = self.highest[rows], masses.double().sum(1)
-        least = highest + self.min_p[rows].log()  # -inf without min-p
-        cells = scaled.unflatten(1, (-1, CELL)).amax(2)
-        # No less than k logits reach the k-th largest of the cells' largest.
-        bound = _largest(cells, scaled, top_k)
-        bound = torch.maximum(bound, least)
-        # All that have less than their share of what top-p drops are dropped together.
-        share = highest + (rest * whole / self.size).log().float() - 1e-3
-        alone = bound == -torch.inf
-        bound = torch.minimum(torch.where(alone, share, bound), highest)
-        values, ids = _candidates(scaled, cells, bound)
-        kth = values.gather(1, top_k[:, None].sub(1).clamp(0, values.shape[1] - 1))[:, 0]
-        kth.masked_fill_(top_k == 0, -torch.inf)
-        weights = (values - highest[:, None]).exp_().double()
-        weights.masked_fill_(values < torch.maximum(kth, least)[:, None], 0)
-        inside = weights.sum(1)
-        outside = torch.where(alone, (whole - inside).clamp_(min=0), 0)
-        upwards = weights.flip(1).cumsum(1).flip(1) + outside[:, None]
-        kept = (weights > 0) & (upwards > (rest * (inside + outside))[:, None])
-        kept[:, 0] = True
-        place = kept.sum(1, keepdim=True) - 1  # they stand in order
-        self.edge[rows], self.last[rows] = values.gather(1, place)[:, 0], ids.gather(1, place)[:, 0]
-        sums = torch.zeros_like(masses, dtype=torch.float64)
-        return sums.scatter_add_(1, ids // self.width, weights.masked_fill_(~kept, 0)).float()
+    def _bound(self, row: int, scaled: Tensor) -> None:
+        """Notes the edge of min-p and top-k and makes impossible what is below, in `scaled` [whole blocks]."""
+        edge = float(self.highest[row] + self.min_p[row].log())
+        if top_k := int(self.top_k[row]):
+            edge = max(edge, float(np.partition(scaled.numpy(), -top_k)[-top_k]))
+        self.edge[row] = edge
+        drop_below(scaled, edge)
+
+    def _to_cut(self, rows: Tensor, weights: Tensor, total: Tensor) -> Tensor:
+        """The indices of rows in which top-p has to be looked for, of `weights` [n, whole blocks]."""
+        rest = self.rest[rows].double()
+        cut = (rest > 0) & ~self.faulty[rows]
+        if self.needed is not None:
+            draft = self.step.drafts[rows]
+            own = weights.gather(1, draft.clamp(0, self.size - 1)[:, None])[:, 0].double()
+            own.masked_fill_((draft < 0) | (draft >= self.size), 0)
+            cut &= own <= torch.maximum(self.needed[rows], rest) * total * 1.0001
+        return cut.nonzero()[:, 0]
+
+    def _cut(self, row: int, scaled: Tensor) -> None:
+        """Notes what top-p keeps of a row that was noted without it."""
+        highest, total, least = float(self.highest[row]), float(self.total[row]), float(self.edge[row])
+        peaks, line = scaled.unflatten(0, (-1, CELL)).amax(1).numpy(), scaled.numpy()
+        order = np.sort(peaks)
+        for count in FIRST:
+            lowest = order[-min(count, len(order))]
+            ids = (np.flatnonzero(peaks >= lowest)[:, None] * CELL + np.arange(CELL)).ravel()
+            values = line[ids]
+            reached = values >= lowest
+            values, ids = values[reached], ids[reached]
+            outside = total - float(np.exp(values.astype(np.float64) - highest).sum())
+            if outside < float(self.rest[row]) * total:
+                self._keep(row, values, ids, least, max(outside, 0.0))
+                return
+        edge, last = nucleus(line, highest, float(self.rest[row]))
+        self.edge[row], self.last[row] = edge, last
+        self._drop(row, scaled)
+        self.masses[row] = scaled.sub_(highest).exp_().unflatten(0, (-1, self.width)).sum(1)
+        self.total[row] = self.masses[row].double().sum()
+
+    def _drop(self, row: int, scaled: Tensor) -> None:
+        """Makes impossible what the row's filters drop of `scaled` [whole blocks]."""
+        edge, last = float(self.edge[row]), int(self.last[row])
+        drop_below(scaled, edge)
+        if last < self.size:
+            behind = scaled.numpy()[last + 1:]
+            behind[np.flatnonzero(behind == edge)] = -np.inf
 
     def weights(self, rows: Tensor, ids: Tensor) -> Tensor:
         """[n, m] float64: the target's chances times `total`, of ids [n, m] int64; padding has none."""
         logits = self.logits[rows[:, None], ids.clamp(0, self.size - 1)].float()
         scaled, edge = logits / self.temperature[rows, None], self.edge[rows, None]
         kept = (scaled > edge) | (scaled == edge) & (ids <= self.last[rows, None])
-        weights = (scaled - self.highest[rows, None]).exp_().double()
+        weights = (scaled - self.highest[rows, None]).double().exp_()
         return weights.masked_fill_(~kept | (ids < 0) | (ids >= self.size), 0)
 
     def chance(self, rows: Tensor) -> Tensor:
@@ -181,18 +267,13 @@ class Rows:
 
     def residual(self, rows: Tensor, weight: Tensor) -> Tensor:
         """[n, blocks, width] float32: what `residual_masses` sums where drafts were drawn from something."""
-        drawn, highest, edge = self.step.distribution, self.highest[rows, None], self.edge[rows, None]
-        left = self._scaled(rows)
-        left.masked_fill_(left.isnan(), -torch.inf)
-        dropped = None
-        if self.filters[rows].any():
-            ids = torch.arange(left.shape[1])
-            dropped = (left < edge) | (left == edge) & (ids > self.last[rows, None])
-        left.sub_(highest).exp_().mul_((weight / self.total[rows]).float()[:, None])
-        if dropped is not None:
-            left.masked_fill_(dropped, 0)
-        logits = drawn.logits[rows].float() / self.draft_temperature[rows, None]
-        chances = logits.masked_fill_(logits.isnan(), -torch.inf).sub_(drawn.lse[rows, None]).exp_()
+        drawn, left = self.step.distribution, _without_nan(self._scaled(rows))
+        for index, row in enumerate(rows.tolist()):
+            if self.filters[row]:
+                self._drop(row, left[index])
+        left.sub_(self.highest[rows, None]).exp_().mul_((weight / self.total[rows]).float()[:, None])
+        chances = _without_nan(drawn.logits[rows].float() / self.draft_temperature[rows, None])
+        chances.sub_(drawn.lse[rows, None]).exp_()
         if drawn.token_ids is None:
             left[:, :self.size] -= chances[:, :self.size]
         else:
@@ -200,26 +281,6 @@ class Rows:
         return left.clamp_(min=0).unflatten(1, (-1, self.width))
 
 
-def _largest(cells: Tensor, scaled: Tensor, top_k: Tensor) -> Tensor:
-    """[n] float32: a number that top_k [n] or more of each row of `scaled` reach, -inf for top_k 0."""
-    most = int(top_k.max())
-    if most == 0:
-        return torch.full((len(top_k),), -torch.inf)
-    several = (cells if most <= cells.shape[1] else scaled).topk(most).values
-    return several.gather(1, top_k[:, None].sub(1).clamp(min=0))[:, 0].masked_fill_(top_k == 0, -torch.inf)
-
-
-def _candidates(scaled: Tensor, cells: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
-    """values [n, m] float32 of all in `scaled` [n, ids] that reach bound [n], the largest first, of equals
-    the lowest id first, -inf behind them; ids [n, m] int64."""
-    row, cell = (cells >= bound[:, None]).nonzero().T
-    taken = scaled.unflatten(1, (-1, CELL))[row, cell]
-    some, place = (taken >= bound[row, None]).nonzero().T
-    values, ids, row = taken[some, place], cell[some] * CELL + place, row[some]
-    counts = row.bincount(minlength=len(scaled))
-    column = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]
-    table = torch.full((len(scaled), int(counts.max())), -torch.inf)
-    names = torch.zeros(table.shape, dtype=torch.int64)
-    table[row, column], names[row, column] = values, ids
-    table, order = table.sort(dim=1, descending=True, stable=True)
-    return table, names.gather(1, order)
+def _without_nan(logits: Tensor) -> Tensor:
+    """The same numbers, in place; what is no number is impossible."""
+    return logits.masked_fill_(logits.isnan(), -torch.inf) if logits.amax().isnan() else logits

@@ -72,11 +72,12 @@ def _one_by_one(step: Verification, request: Tensor, starts: Tensor, lengths: Te
                 ) -> tuple[Tensor, Tensor]:
     """As `_greedy`, for requests that sample."""
     rows, draw = Rows(step, request), _Draws(step, request)
+    every = torch.arange(len(request))
+    needed = rows.needed = draw.numbers(every, ACCEPT) * rows.draft_chance(every)
 
     def look(some: Tensor) -> Tensor:
         rows.look(some)
-        small = draw.numbers(some, ACCEPT) * rows.draft_chance(some) < rows.chance(some)
-        return small & ~rows.faulty[some]
+        return (needed[some] < rows.chance(some)) & ~rows.faulty[some]
 
     accepted = _walk(step, starts, lengths, look)
     return accepted, draw.behind(rows, starts, lengths, accepted, torch.ones(len(starts)).double())

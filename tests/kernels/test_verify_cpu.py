@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from steps import sampling, uneven
 
-from trainer.kernels import cpu_rows, verify_cpu
+from trainer.kernels import cpu_rows, verify_cpu, verify_reference
 from trainer.kernels.verification import Verification
 
 
@@ -49,6 +49,29 @@ def test_portions_change_nothing(monkeypatch: pytest.MonkeyPatch, block: bool) -
     for step, expected in zip(steps, whole, strict=True):
         found = verify_cpu.verify(step)
         assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.counts, expected.counts)
+
+
+@pytest.mark.parametrize(("few", "first"), [(10 ** 9, ()), (1, (1000,)), (1, (1, 2))])
+@pytest.mark.parametrize("one_hot", [False, True])
+def test_whole_rows_and_cells_give_the_same(monkeypatch: pytest.MonkeyPatch, one_hot: bool, few: int,
+                                            first: tuple[int, ...]) -> None:
+    monkeypatch.setattr(cpu_rows, "FEW", few)
+    monkeypatch.setattr(cpu_rows, "FIRST", first)
+    for seed in range(12):
+        step = uneven(seed, seed % 4 == 3, one_hot, [torch.float32, torch.bfloat16][seed % 2], 2500)
+        found, expected = verify_cpu.verify(step), verify_reference.verify(step)
+        assert torch.equal(found.tokens, expected.tokens), seed
+        assert torch.equal(found.counts, expected.counts), seed
+
+
+def test_a_draft_that_top_p_surely_keeps_needs_no_sorting(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut = []
+    monkeypatch.setattr(cpu_rows.Rows, "_cut", lambda self, row, scaled: cut.append(row))
+    logits = torch.zeros(8, 300)
+    logits[:, 7] = 12  # nearly certain
+    verify_cpu.verify(Verification(logits, torch.tensor([0, 8]).int(), torch.tensor([7] * 7 + [-1]),
+                                   sampling(1, top_p=0.9), 300))
+    assert cut == [7]
 
 
 def test_logits_of_another_device_are_refused() -> None:

@@ -1,10 +1,12 @@
-"""What the CPU path notes of the target's rows, a few rows at a time so that they stay in the cache: enough to
-tell any token's chance and to draw one without the row. Of rows whose filters leave few ids only the cells of
-ids that have some are read as numbers. """
+"""What the CPU path notes of the target's rows, a few rows at a time so that they stay in the cache: enough
+to tell any token's chance and to draw one without the row. Of rows whose filters leave few ids only the cells
+that have such ids are read as numbers. """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -17,7 +19,7 @@ BLOCK = 1024  # ids of a logical block: sampling takes a block first, then a tok
 CELL = 128  # ids of which the largest logit says whether a filter has to look at them
 CACHED = 2 ** 18  # elements that are worked on together
 FEW = 8  # a row is read by cells where no more than one of so many has to be
-FIRST = (32, 256)  # cells with the largest logits in which what top-p keeps is looked for before the whole row
+FIRST = (32, 256)  # so many cells are searched for all that top-p keeps before the whole row is
 WHOLE = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 
 
@@ -68,6 +70,14 @@ def most_likely(logits: Tensor, rows: list[int]) -> Tensor:
     return best
 
 
+def draft_chances(step: Verification, request: Tensor) -> Tensor:
+    """[R] float64: the chance with which each row's draft was drawn, `request` [R] as in `Rows`."""
+    drawn = step.distribution
+    if drawn is None:
+        return torch.ones(len(request), dtype=torch.float64)
+    return (drawn.drawn_logit / drawn.temperature[request] - drawn.lse).double().exp_()
+
+
 class Rows:
     """Notes about the rows of sampled requests: `look` takes them, the other methods tell of rows looked at.
 
@@ -79,12 +89,12 @@ class Rows:
     the chance of what it keeps larger: where it surely keeps the draft and the chance is enough without it,
     nothing is dropped, since nothing else is asked of such a row. """
 
-    def __init__(self, step: Verification, request: Tensor) -> None:
+    def __init__(self, step: Verification, request: Tensor, needed: Tensor | None = None) -> None:
         """`request` [R] int64: whose row it is."""
         rows, self.size = len(request), step.vocab_size
         self.step, self.logits = step, step.target_logits[:, :self.size]
-        self.needed: Tensor | None = None
         self.temperature = step.sampling.temperature[request]
+        self.undivided = bool((self.temperature == 1).all())
         self.highest = torch.zeros(rows)
         self.width = min(BLOCK, -(-self.size // CELL) * CELL)  # of a block
         self.masses = torch.empty(rows, -(-self.size // self.width))
@@ -101,6 +111,13 @@ class Rows:
         self.nothing_filtered = not self.filters.any()
         self.one_hot = step.distribution is None
         self.draft_temperature = None if self.one_hot else step.distribution.temperature[request]
+        enough = torch.full((rows,), torch.inf, dtype=torch.float64)  # of a draft's share without top-p
+        self.draft = step.drafts.clamp(0, self.size - 1)
+        if needed is not None:
+            enough = torch.where(step.drafts == self.draft, 1.0001 * torch.maximum(needed, self.rest), enough)
+        self.array = SimpleNamespace(enough=enough.numpy(), **{name: getattr(self, name).numpy() for name in (
+            "highest", "masses", "total", "edge", "last", "faulty", "draft", "min_p", "rest", "top_k",
+            "bounded", "filters")})  # the same memory: to take one number out of it costs far less
 
     def look(self, rows: Tensor) -> None:
         """Takes notes of rows [n] int64."""
@@ -129,11 +146,11 @@ class Rows:
         few &= reached.sum(1) * FEW <= peaks.shape[1]
         self.highest[rows] = torch.where(few, highest, 0)
         whole, reached = self.logits.view(WHOLE[dtype]).numpy(), reached.numpy()
-        columns = zip(rows.tolist(), bound.tolist(), least.tolist(), self.top_k[rows].tolist(),
-                      temperature.numpy(), strict=True)
-        for index, (row, lowest, edge, top_k, divisor) in enumerate(columns):
+        columns = zip(rows.tolist(), bound.numpy(), least.numpy(), temperature.numpy(), strict=True)
+        for index, (row, lowest, edge, divisor) in enumerate(columns):
             if not few[index]:
                 continue
+            top_k = self.array.top_k[row]
             ids = (np.flatnonzero(reached[index])[:, None] * CELL + np.arange(CELL)).ravel()
             values = floats(whole[row].take(ids, mode="clip"), dtype)
             at = np.flatnonzero((values >= lowest) & (ids < self.size))
@@ -147,19 +164,19 @@ class Rows:
     def _keep(self, row: int, values: np.ndarray, ids: np.ndarray, edge: float, outside: float) -> None:
         """Notes a row of which nothing but `values`, float32 over the temperature, of rising `ids` may be
         kept; beside them is a mass `outside` that top-p drops."""
-        highest, rest = float(self.highest[row]), float(self.rest[row])
-        weights, last = np.exp(values.astype(np.float64) - highest), self.size
-        if rest > 0:
-            edge, last = nucleus_of_few(values, ids, weights, rest, outside)
+        noted, last = self.array, self.size
+        weights = np.exp(values.astype(np.float64) - noted.highest[row])
+        if noted.rest[row] > 0:
+            edge, last = nucleus_of_few(values, ids, weights, float(noted.rest[row]), outside)
             kept = (values > edge) | (values == edge) & (ids <= last)
             ids, weights = ids[kept], weights[kept]
-        self.edge[row], self.last[row], self.total[row] = float(edge), int(last), float(weights.sum())
-        self.masses[row] = torch.from_numpy(np.bincount(ids // self.width, weights, self.masses.shape[1]))
+        noted.edge[row], noted.last[row], noted.total[row] = edge, last, weights.sum()
+        noted.masses[row] = np.bincount(ids // self.width, weights, noted.masses.shape[1])
 
     def _look_at_all(self, rows: Tensor) -> None:
         scaled = self._scaled(rows)
         highest = scaled.amax(1)
-        if not highest.isfinite().all():
+        if not math.isfinite(highest.sum()):
             scaled.masked_fill_(scaled.isnan(), -torch.inf)
             highest = scaled.amax(1)
             self.faulty[rows] = ~highest.isfinite()
@@ -169,15 +186,18 @@ class Rows:
             weights = scaled.sub_(highest[:, None]).exp_()
         else:
             for index, row in enumerate(rows.tolist()):
-                if self.bounded[row] and not self.faulty[row]:
+                if self.array.bounded[row] and not self.array.faulty[row]:
                     self._bound(row, scaled[index])
             weights = (scaled - highest[:, None]).exp_()
         masses = weights.unflatten(1, (-1, self.width)).sum(2)
         total = masses.double().sum(1)
         self.masses[rows], self.total[rows] = masses, total
         if not self.nothing_filtered:
-            for index in self._to_cut(rows, weights, total).tolist():
-                self._cut(int(rows[index]), scaled[index])
+            noted, shares = self.array, weights.numpy()
+            for index, row in enumerate(rows.tolist()):
+                if noted.rest[row] > 0 and not noted.faulty[row] and not (
+                        shares[index, noted.draft[row]] > noted.enough[row] * noted.total[row]):
+                    self._cut(row, scaled[index])
 
     def _scaled(self, rows: Tensor) -> Tensor:
         """[n, whole blocks] float32: the logits over the temperature, impossible ones behind them."""
@@ -188,31 +208,20 @@ class Rows:
             taken = self.logits[run]
             scaled[start:start + len(taken), :self.size] = taken
             start += len(taken)
-        temperature = self.temperature[rows, None]
-        return scaled if (temperature == 1).all() else scaled.div_(temperature)
+        return scaled if self.undivided else scaled.div_(self.temperature[rows, None])
 
     def _bound(self, row: int, scaled: Tensor) -> None:
-        """Notes the edge of min-p and top-k and makes impossible what is below, in `scaled` [whole blocks]."""
+        """Notes the edge of min-p and top-k and makes impossible what is below it in `scaled` [ids]."""
         edge = float(self.highest[row] + self.min_p[row].log())
         if top_k := int(self.top_k[row]):
             edge = max(edge, float(np.partition(scaled.numpy(), -top_k)[-top_k]))
         self.edge[row] = edge
         drop_below(scaled, edge)
 
-    def _to_cut(self, rows: Tensor, weights: Tensor, total: Tensor) -> Tensor:
-        """The indices of rows in which top-p has to be looked for, of `weights` [n, whole blocks]."""
-        rest = self.rest[rows].double()
-        cut = (rest > 0) & ~self.faulty[rows]
-        if self.needed is not None:
-            draft = self.step.drafts[rows]
-            own = weights.gather(1, draft.clamp(0, self.size - 1)[:, None])[:, 0].double()
-            own.masked_fill_((draft < 0) | (draft >= self.size), 0)
-            cut &= own <= torch.maximum(self.needed[rows], rest) * total * 1.0001
-        return cut.nonzero()[:, 0]
-
     def _cut(self, row: int, scaled: Tensor) -> None:
         """Notes what top-p keeps of a row that was noted without it."""
-        highest, total, least = float(self.highest[row]), float(self.total[row]), float(self.edge[row])
+        noted = self.array
+        highest, total, rest = noted.highest[row], noted.total[row], float(noted.rest[row])
         peaks, line = scaled.unflatten(0, (-1, CELL)).amax(1).numpy(), scaled.numpy()
         order = np.sort(peaks)
         for count in FIRST:
@@ -221,19 +230,18 @@ class Rows:
             values = line[ids]
             reached = values >= lowest
             values, ids = values[reached], ids[reached]
-            outside = total - float(np.exp(values.astype(np.float64) - highest).sum())
-            if outside < float(self.rest[row]) * total:
-                self._keep(row, values, ids, least, max(outside, 0.0))
+            outside = total - np.exp(values.astype(np.float64) - highest).sum()
+            if outside < rest * total:
+                self._keep(row, values, ids, noted.edge[row], max(outside, 0.0))
                 return
-        edge, last = nucleus(line, highest, float(self.rest[row]))
-        self.edge[row], self.last[row] = edge, last
+        noted.edge[row], noted.last[row] = nucleus(line, highest, rest)
         self._drop(row, scaled)
         self.masses[row] = scaled.sub_(highest).exp_().unflatten(0, (-1, self.width)).sum(1)
-        self.total[row] = self.masses[row].double().sum()
+        noted.total[row] = noted.masses[row].sum(dtype=np.float64)
 
     def _drop(self, row: int, scaled: Tensor) -> None:
         """Makes impossible what the row's filters drop of `scaled` [whole blocks]."""
-        edge, last = float(self.edge[row]), int(self.last[row])
+        edge, last = float(self.array.edge[row]), int(self.array.last[row])
         drop_below(scaled, edge)
         if last < self.size:
             behind = scaled.numpy()[last + 1:]
@@ -251,13 +259,6 @@ class Rows:
         """[n] float64: the target's chance of the rows' drafts; no draft has none."""
         return self.weights(rows, self.step.drafts[rows, None])[:, 0] / self.total[rows]
 
-    def draft_chance(self, rows: Tensor) -> Tensor:
-        """[n] float64: the chance with which a row's draft was drawn."""
-        drawn = self.step.distribution
-        if drawn is None:
-            return torch.ones(len(rows), dtype=torch.float64)
-        return (drawn.drawn_logit[rows] / self.draft_temperature[rows] - drawn.lse[rows]).double().exp_()
-
     def residual_masses(self, rows: Tensor, weight: Tensor) -> Tensor:
         """[n] float64: the sums of max(weight x target - drafter, 0) of rows, weight [n] float64."""
         if self.one_hot:
@@ -269,7 +270,7 @@ class Rows:
         """[n, blocks, width] float32: what `residual_masses` sums where drafts were drawn from something."""
         drawn, left = self.step.distribution, _without_nan(self._scaled(rows))
         for index, row in enumerate(rows.tolist()):
-            if self.filters[row]:
+            if self.array.filters[row]:
                 self._drop(row, left[index])
         left.sub_(self.highest[rows, None]).exp_().mul_((weight / self.total[rows]).float()[:, None])
         chances = _without_nan(drawn.logits[rows].float() / self.draft_temperature[rows, None])

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from trainer.kernels.cpu_rows import Rows, most_likely
+from trainer.kernels.cpu_rows import Rows, draft_chances, most_likely
 from trainer.kernels.philox import ACCEPT, EMIT, uniform
 from trainer.kernels.verification import Verification, Verified
 
@@ -71,9 +71,9 @@ def _greedy(step: Verification, request: Tensor, starts: Tensor, lengths: Tensor
 def _one_by_one(step: Verification, request: Tensor, starts: Tensor, lengths: Tensor
                 ) -> tuple[Tensor, Tensor]:
     """As `_greedy`, for requests that sample."""
-    rows, draw = Rows(step, request), _Draws(step, request)
-    every = torch.arange(len(request))
-    needed = rows.needed = draw.numbers(every, ACCEPT) * rows.draft_chance(every)
+    draw = _Draws(step, request)
+    needed = draw.numbers(torch.arange(len(request)), ACCEPT) * draft_chances(step, request)
+    rows = Rows(step, request, needed)
 
     def look(some: Tensor) -> Tensor:
         rows.look(some)
@@ -93,7 +93,7 @@ def _block(step: Verification, request: Tensor, starts: Tensor, lengths: Tensor)
     needed = there & (place <= drafted[:, None])
     rows.look(at[needed])
     ratio = torch.zeros(at.shape, dtype=torch.float64)
-    ratio[drafts] = rows.chance(at[drafts]) / rows.draft_chance(at[drafts]).clamp_(min=TINY)
+    ratio[drafts] = rows.chance(at[drafts]) / draft_chances(step, request)[at[drafts]].clamp_(min=TINY)
     weight = torch.ones(len(starts), len(place) + 1, dtype=torch.float64)
     for index in range(len(place)):
         weight[:, index + 1] = (weight[:, index] * ratio[:, index]).clamp_(max=1)

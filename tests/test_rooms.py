@@ -48,7 +48,7 @@ LAW: dict[str, set[str]] = {
                "architectures.tensors", "training.build", "_folders"},
     "evaluate": {"records", "pipeline", "target", "target_head", "data", "engines.base", "architectures.base",
                  "export.formats", "export.calibration", "export.tuned", "training.build",
-                 "training.measuring"},
+                 "training.measuring", "kernels.select", "kernels.verification"},
 }
 # Packages from outside that only some files may import; a name of a room stands for the whole room.
 ONLY_IN = {

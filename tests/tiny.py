@@ -126,7 +126,7 @@ def acceptance(every: int | None = None, computing: TargetEngine | None = None, 
     """Measuring as conf/train has it, small; never, unless told."""
     return Acceptance(**{"every": every, "prompts": 3, "max_new_tokens": 16, "k": None, "dtype": "float32",
                          "tolerance": 0.1, "engine": computing or engine(),
-                         "runtime": AcceptanceRuntime(["speculators"]), **changes})
+                         "runtime": AcceptanceRuntime(["speculators"], "cpu"), **changes})
 
 
 def uneven(drafter: Drafter, seed: int = 0, scale: float = 0.15) -> Drafter:

@@ -138,9 +138,10 @@ class Step:
 @dataclass(frozen=True)
 class Hardware:
     """Where training and in-process engines run: a PyTorch device, the autocast dtype, the attention
-    kernel, and whether training is compiled."""
+    kernel, the kernel that verifies drafts, and whether training is compiled."""
 
     device: Device
     precision: Literal["bfloat16", "float32"]
     attention: str
+    verify: str
     compile: bool

@@ -26,6 +26,7 @@ from trainer.architectures.gemma4_assistant import Gemma4Assistant
 from trainer.errors import UserError
 from trainer.evaluate.decode import decode
 from trainer.export.formats import FORMATS
+from trainer.kernels.select import verify
 from trainer.records import Sampling
 from trainer.target import Target
 from trainer.target_head import load_target_head
@@ -71,7 +72,7 @@ def test_drafting_leaves_the_text(unified: Target, tmp_path: Path) -> None:
     prompt = list(SAMPLES[0].tokens)
     with engine().load(unified.folder, unified.end_ids) as loaded:
         [plain] = loaded.generate([prompt], ["a"], Sampling(20, 0.0, 1.0, 0))
-        assert decode(loaded, again, prompt, STEPS, 20, unified.end_ids).tokens == plain.tokens
+        assert decode(loaded, again, verify("cpu"), prompt, STEPS, 20, unified.end_ids).tokens == plain.tokens
 
 
 def test_assistants_of_the_other_kind_are_refused(unified: Target, tiny_gemma4: Target,

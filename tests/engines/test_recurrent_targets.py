@@ -10,6 +10,7 @@ from tiny import engine, random_samples, small, uneven
 from transformers import AutoModelForCausalLM
 
 from trainer.evaluate.decode import decode
+from trainer.kernels.select import verify
 from trainer.records import Sampling
 from trainer.target import Target
 
@@ -61,4 +62,4 @@ def test_drafting_with_its_own_module_leaves_the_text(hybrid: Target) -> None:
     drafter = uneven(small(hybrid, "mtp", start="own", tap_layers=[4])).eval()
     with engine().load(hybrid.folder, ENDS) as loaded:
         [plain] = loaded.generate(PROMPTS[1:2], ["a"], Sampling(20, 0.0, 1.0, 0))
-        assert decode(loaded, drafter, PROMPTS[1], 3, 20, ENDS).tokens == plain.tokens
+        assert decode(loaded, drafter, verify("cpu"), PROMPTS[1], 3, 20, ENDS).tokens == plain.tokens

@@ -7,17 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import dflash, engine, random_samples, states_of, uneven
+from tiny import dflash, engine, random_samples, small, states_of, uneven
 from torch import Tensor
 
 from trainer.architectures.base import Drafter, Exported
 from trainer.engines.transformers import TransformersEngine
 from trainer.evaluate.decode import Counts, Selection, decode
+from trainer.kernels.select import verify
+from trainer.kernels.verification import Verification, Verified
 from trainer.records import Sample, Sampling, Step
 from trainer.target import Target
 
 PROMPT = random_samples((15,), seed=9)[0].tokens
 LONG = 64  # tokens of the target's own continuation
+CPU = verify("cpu")
 
 
 class Told(Drafter):
@@ -77,14 +80,14 @@ def test_true_drafts_are_accepted_whole(loaded: TransformersEngine, continuation
     """One token comes from the prompt, then every step gives K + 1."""
     for k in (1, 3, 6):
         tokens = 1 + 4 * (k + 1)
-        found = decode(loaded, Told(PROMPT, continuation), PROMPT, k, tokens, ())
+        found = decode(loaded, Told(PROMPT, continuation), CPU, PROMPT, k, tokens, ())
         assert found.tokens == continuation[:tokens]
         assert found.counts == Counts(drafts=4, draft_tokens=4 * k, accepted=4 * k, per_position=[4] * k)
 
 
 def test_wrong_drafts_give_one_token_a_step(loaded: TransformersEngine,
                                             continuation: tuple[int, ...]) -> None:
-    found = decode(loaded, Told(PROMPT, continuation, wrong), PROMPT, 3, 20, ())
+    found = decode(loaded, Told(PROMPT, continuation, wrong), CPU, PROMPT, 3, 20, ())
     assert found.tokens == continuation[:20]
     assert found.counts == Counts(drafts=19, draft_tokens=57, accepted=0, per_position=[0, 0, 0])
 
@@ -93,7 +96,7 @@ def test_acceptance_ends_at_the_first_wrong_token(loaded: TransformersEngine,
                                                   continuation: tuple[int, ...]) -> None:
     """The third of five is wrong: two are accepted, what is right behind it counts nothing."""
     drafter = Told(PROMPT, continuation, lambda place, token: wrong(place, token) if place == 2 else token)
-    found = decode(loaded, drafter, PROMPT, 5, 1 + 3 * 7, ())
+    found = decode(loaded, drafter, CPU, PROMPT, 5, 1 + 3 * 7, ())
     assert found.tokens == continuation[:22]
     assert found.counts == Counts(drafts=7, draft_tokens=35, accepted=14, per_position=[7, 7, 0, 0, 0])
 
@@ -101,12 +104,12 @@ def test_acceptance_ends_at_the_first_wrong_token(loaded: TransformersEngine,
 def test_a_step_counts_whole_even_when_the_answer_ends_within(loaded: TransformersEngine,
                                                               continuation: tuple[int, ...]) -> None:
     drafter = Told(PROMPT, continuation)
-    cut = decode(loaded, drafter, PROMPT, 4, 8, ())
+    cut = decode(loaded, drafter, CPU, PROMPT, 4, 8, ())
     assert cut.tokens == continuation[:8]
     assert cut.counts == Counts(drafts=2, draft_tokens=8, accepted=8, per_position=[2] * 4)
     end = next(place for place in range(3, 30) if continuation[place] not in continuation[:place]
                and place % 5 == 3)
-    ended = decode(loaded, drafter, PROMPT, 4, LONG - 5, (continuation[end],))
+    ended = decode(loaded, drafter, CPU, PROMPT, 4, LONG - 5, (continuation[end],))
     assert ended.tokens == continuation[:end + 1]
     steps = end // 5 + 1
     assert ended.counts == Counts(drafts=steps, draft_tokens=4 * steps, accepted=4 * steps,
@@ -116,7 +119,7 @@ def test_a_step_counts_whole_even_when_the_answer_ends_within(loaded: Transforme
 def test_an_answer_of_one_token_needs_no_draft(loaded: TransformersEngine,
                                                continuation: tuple[int, ...]) -> None:
     for limit, ends in ((1, ()), (30, (continuation[0],))):
-        found = decode(loaded, Told(PROMPT, continuation), PROMPT, 3, limit, ends)
+        found = decode(loaded, Told(PROMPT, continuation), CPU, PROMPT, 3, limit, ends)
         assert found.tokens == continuation[:1] and found.counts == Counts(per_position=[0, 0, 0])
 
 
@@ -138,7 +141,7 @@ def test_the_text_is_that_of_plain_decoding(tiny_target: Target, loaded: Transfo
     for prompt, expected in zip(prompts, plain, strict=True):
         whole = loaded.generate([prompt], ["x"], Sampling(LONG, 0.0, 1.0, 0))[0].tokens
         for drafter in (uneven(dflash(tiny_target), seed), Told(prompt, whole, sometimes)):
-            found = decode(loaded, drafter.eval(), prompt, k, 40, ends)
+            found = decode(loaded, drafter.eval(), CPU, prompt, k, 40, ends)
             assert found.tokens == expected
             counts = found.counts
             assert counts.accepted == sum(counts.per_position) and counts.draft_tokens == k * counts.drafts
@@ -151,12 +154,37 @@ def test_the_drafter_reads_the_states_of_committed_tokens_alone(tiny_target: Tar
                                                                 loaded: TransformersEngine,
                                                                 continuation: tuple[int, ...]) -> None:
     drafter = Told(PROMPT, continuation, lambda place, token: wrong(place, token) if place == 1 else token)
-    found = decode(loaded, drafter, PROMPT, 3, 15, ())
+    found = decode(loaded, drafter, CPU, PROMPT, 3, 15, ())
     whole = PROMPT + found.tokens
     [expected] = states_of(tiny_target, [Sample("x", whole, (True,) * len(whole))], [1, 2])
     read = torch.cat(drafter.read)
     assert len(read) >= len(PROMPT) + 12
     torch.testing.assert_close(read, expected.taps[:len(read)], atol=1e-4, rtol=1e-5)
+
+
+def by_argmax(step: Verification) -> Verified:
+    """One greedy request, as plainly as can be."""
+    wanted, draft = step.target_logits.argmax(-1).tolist(), step.drafts.tolist()[:-1]
+    kept = next((place for place, token in enumerate(draft) if token != wanted[place]), len(draft))
+    return Verified(torch.tensor([wanted[:kept + 1]]), torch.tensor([kept + 1], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("kernel", ["reference", "cpu"])
+def test_every_kernel_walks_as_a_comparison_of_the_most_likely_does(
+        tiny_target: Target, loaded: TransformersEngine, continuation: tuple[int, ...], kernel: str) -> None:
+    """Text, counts and what lies beyond, also with a reduced vocabulary and drafts cut by confidence."""
+    def told(seed: int) -> Sure:
+        chance = torch.Generator().manual_seed(seed)
+        return Sure([2, 1, 0.5, -1], PROMPT, continuation, lambda place, token: token if torch.rand(
+            (), generator=chance) < 0.8 else wrong(place, token))
+
+    cases = [(lambda: uneven(dflash(tiny_target), 2).eval(), None), (lambda: told(1), None),
+             (lambda: told(2), Selection(0.5, [1.0] * 4)),
+             (lambda: uneven(small(tiny_target, "eagle3"), 3).eval(), None)]
+    for make, select in cases:
+        found, expected = (decode(loaded, make(), way, PROMPT, 4, 40, (300, 301), select)
+                           for way in (verify(kernel), by_argmax))
+        assert found == expected and found.counts.drafts > 3
 
 
 class Sure(Told):
@@ -177,11 +205,11 @@ def test_what_is_cut_is_not_verified(loaded: TransformersEngine, continuation: t
                                      logits: Sequence[float], verified: int) -> None:
     """True drafts: every step gives what was verified and one more, and the text is the same."""
     tokens, select = 1 + 3 * (verified + 1), Selection(0.5, [1.0] * 4)
-    found = decode(loaded, Sure(logits, PROMPT, continuation), PROMPT, 4, tokens, (), select)
+    found = decode(loaded, Sure(logits, PROMPT, continuation), CPU, PROMPT, 4, tokens, (), select)
     assert found.tokens == continuation[:tokens]
     assert found.counts == Counts(drafts=3, draft_tokens=3 * verified, accepted=3 * verified,
                                   per_position=[3] * verified + [0] * (4 - verified))
-    again = decode(loaded, Sure(logits, PROMPT, continuation, wrong), PROMPT, 4, tokens, (), select)
+    again = decode(loaded, Sure(logits, PROMPT, continuation, wrong), CPU, PROMPT, 4, tokens, (), select)
     assert again.tokens == continuation[:tokens] and again.counts.accepted == 0
     assert again.counts.draft_tokens == verified * again.counts.drafts
 
@@ -189,7 +217,7 @@ def test_what_is_cut_is_not_verified(loaded: TransformersEngine, continuation: t
 def test_it_ends_where_the_engine_s_length_does(tiny_target: Target, continuation: tuple[int, ...]) -> None:
     with engine(max_length=len(PROMPT) + 7).load(tiny_target.folder, ()) as short:
         plain = short.generate([PROMPT], ["p"], Sampling(40, 0.0, 1.0, 0))[0].tokens
-        drafted = decode(short, Told(PROMPT, continuation), PROMPT, 3, 40, ()).tokens
+        drafted = decode(short, Told(PROMPT, continuation), CPU, PROMPT, 3, 40, ()).tokens
         assert drafted == plain == continuation[:7]
 
 

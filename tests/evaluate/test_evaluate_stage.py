@@ -22,11 +22,12 @@ from trainer.compose import compose_configuration
 from trainer.data.prompts import Jsonl, Prompts
 from trainer.engines.vllm_client import SpecCounters
 from trainer.errors import GateFailed, UserError
-from trainer.evaluate.decode import decode
+from trainer.evaluate.decode import Verifying, decode
 from trainer.evaluate.rows import Tally, in_process, served
 from trainer.evaluate.serving import Measurement, acceptance
 from trainer.evaluate.stage import Evaluate, agreement_gates
 from trainer.export.formats import FORMATS, Serving
+from trainer.kernels.select import verify
 from trainer.records import Sample, Sampling
 from trainer.target import Target
 
@@ -54,7 +55,7 @@ def stage(target: Target, **changes: Any) -> Evaluate:
                        "dtype": "float32", "sampling": Sampling(12, 0.0, 1.0, 0), "prompts": 6,
                        "too_long": "error", "k": [3],
                        "users": 1, "warmup": 0, "rounds": 2, "format": "speculators",
-                       "confidence": None, "agreement": 0.02, **changes})
+                       "confidence": None, "agreement": 0.02, "runtime": Verifying("cpu"), **changes})
 
 
 def test_rows_hold_what_was_decoded(tiny_target: Target, inputs: dict[str, Path], tmp_path: Path) -> None:
@@ -87,7 +88,7 @@ def test_the_folder_is_what_is_measured(tiny_target: Target, inputs: dict[str, P
                 [{"role": "user", "content": prompt["turns"][0]}], add_generation_prompt=True,
                 return_dict=False)
             [plain] = loaded.generate([ids], ["any"], Sampling(12, 0.0, 1.0, 0))
-            total.add(decode(loaded, drafter, ids, 3, 12, tiny_target.end_ids), plain)
+            total.add(decode(loaded, drafter, verify("cpu"), ids, 3, 12, tiny_target.end_ids), plain)
     assert row == in_process({key: row[key] for key in ("model", "method", "users", "dtype", "possible_k")},
                              "heldout", 3,
                              total)

@@ -85,7 +85,8 @@ def able(tiny_target: Target, samples: list[Sample], states: States) -> DFlash:
 
 def measure(drafter: Drafter, target: Target, samples: list[Sample], states: States, folder: Path,
             training: list[Sample] | None = None, **changes: Any) -> Measured:
-    made = acceptance(1, **{"prompts": 6, "runtime": AcceptanceRuntime([drafter.formats[0]]), **changes})
+    runtime = AcceptanceRuntime([drafter.formats[0]], "cpu")
+    made = acceptance(1, **{"prompts": 6, "runtime": runtime, **changes})
     return made.measure(drafter, target, samples, samples if training is None else training, states,
                         folder / "measured")
 
@@ -249,3 +250,5 @@ def test_settings_are_judged_before_the_run() -> None:
     away.device = "cuda:99"
     with pytest.raises(UserError, match="hardware.device=cuda:99"):
         acceptance(1, computing=away).preflight()
+    with pytest.raises(UserError, match="hardware.verify=triton needs the logits of a CUDA or ROCm device"):
+        acceptance(1, runtime=AcceptanceRuntime(["native"], "triton")).preflight()

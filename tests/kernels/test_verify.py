@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from trainer.errors import UserError
 from trainer.kernels import verify_reference
+from trainer.kernels.select import require_verify
 from trainer.kernels.select import verify as chosen
 from trainer.kernels.verification import DraftDistribution, Sampling, Verification, Verified
 
@@ -179,5 +181,17 @@ def test_a_draft_like_the_target_is_always_kept(verify: Verify, block: bool) -> 
 
 
 def test_kernels_are_chosen_by_name() -> None:
-    with pytest.raises(UserError, match="verify=fast is not known; choose reference"):
+    with pytest.raises(UserError, match="hardware.verify=fast is not known; choose reference, cpu or triton"):
         chosen("fast")
+
+
+def test_a_kernel_that_cannot_be_had_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, device in (("reference", "cpu"), ("reference", "cuda"), ("cpu", "cpu")):
+        require_verify(name, device)
+    with pytest.raises(UserError, match="hardware.verify=cpu needs .* computes on cuda:1; set"):
+        require_verify("cpu", "cuda:1")
+    with pytest.raises(UserError, match="hardware.verify=triton needs .* computes on cpu; set"):
+        require_verify("triton", "cpu")
+    monkeypatch.setitem(sys.modules, "trainer.kernels.verify_triton", None)
+    with pytest.raises(UserError, match="triton needs the module trainer.kernels.verify_triton, which"):
+        require_verify("triton", "cuda")

@@ -29,6 +29,7 @@ from trainer.engines.transformers import TransformersEngine, TransformersRuntime
 from trainer.evaluate.decode import Decoded, decode
 from trainer.evaluate.serving import Measurement, measure
 from trainer.export.formats import FORMATS
+from trainer.kernels.select import verify
 from trainer.pipeline import build
 from trainer.records import Sampling
 from trainer.target import Target
@@ -111,7 +112,7 @@ def decoded_here(learnt: Learnt, folder: Path, form: str) -> Decoded:
     drafter = learnt.kind.restore(FORMATS[form].read(folder), form, head)
     engine = TransformersEngine("float32", 1, 0, 512, False, TransformersRuntime("cpu"))
     with engine.load(learnt.target.folder, learnt.target.end_ids):
-        return decode(engine, drafter, learnt.prompt, K, TOKENS, learnt.target.end_ids)
+        return decode(engine, drafter, verify("cpu"), learnt.prompt, K, TOKENS, learnt.target.end_ids)
 
 
 @pytest.fixture(scope="module")

@@ -6,14 +6,24 @@ it. `replay` is the same walk along an answer that is known, without the target.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from trainer.architectures.base import Drafter
 from trainer.engines.base import TargetEngine
 from trainer.export.calibration import survival
+from trainer.kernels.select import Verify
+from trainer.kernels.verification import Sampling, Verification, Verified
+
+
+@dataclass(frozen=True)
+class Verifying:
+    """`verify` is the kernel by which drafts are verified; each gives the same tokens."""
+
+    verify: Verify
 
 
 @dataclass(frozen=True)
@@ -71,14 +81,16 @@ class Decoded:
     beyond: tuple[int, ...] = ()
 
 
-def decode(engine: TargetEngine, drafter: Drafter, prompt: Sequence[int], k: int, max_new_tokens: int,
-           end_ids: Sequence[int], selection: Selection | None = None) -> Decoded:
-    """Answers `prompt` greedily with drafts of `k` tokens; the text is the target's, whatever the draft. With
-    a `selection`, for a drafter that estimates, only the part of a draft that it says is verified."""
+def decode(engine: TargetEngine, drafter: Drafter, verify: Callable[[Verification], Verified],
+           prompt: Sequence[int], k: int, max_new_tokens: int, end_ids: Sequence[int],
+           selection: Selection | None = None) -> Decoded:
+    """Answers `prompt` greedily with drafts of `k` tokens that `verify`, a kernel, verifies; the text is the
+    target's, whatever the draft. With a `selection`, for a drafter that estimates, only the part of a draft
+    that it says is verified. A ValueError says that the target has no most likely token."""
     session = engine.session(drafter.tap_layers)
     logits, taps = session.step(prompt)
     context = drafter.extend(drafter.new_context(), prompt, taps)
-    answer = [int(logits[-1].argmax())]
+    answer = _emitted(verify, logits[-1:], [])
     limit = min(max_new_tokens, engine.max_length - len(prompt))  # where `generate` ends, too
     counts, beyond = Counts(per_position=[0] * k), []
     while answer[-1] not in end_ids and len(answer) < limit:
@@ -87,12 +99,12 @@ def decode(engine: TargetEngine, drafter: Drafter, prompt: Sequence[int], k: int
             draft = draft[:selection.length(drafter.confidence(context, answer[-1], draft))]
         committed = len(prompt) + len(answer) - 1
         logits, taps = session.step([answer[-1], *draft])
-        wanted = logits.argmax(-1).tolist()
-        accepted = next((index for index, token in enumerate(draft) if token != wanted[index]), len(draft))
+        emitted = _emitted(verify, logits, draft)
+        accepted = len(emitted) - 1
         session.rewind(committed + 1 + accepted)
         context = drafter.extend(context, [answer[-1], *draft[:accepted]], taps[:accepted + 1])
         counts.step(len(draft), accepted)
-        answer += draft[:accepted] + [wanted[accepted]]
+        answer += emitted
         whole, answer = answer, _ended(answer, end_ids, limit)
         beyond = whole[len(answer):]
     return Decoded(tuple(answer), counts, tuple(beyond))
@@ -112,6 +124,20 @@ def replay(drafter: Drafter, known: Sequence[int], taps: Tensor, prompt: int, le
         context = drafter.extend(context, known[place:after], taps[place:after])
         place = after
     return counts
+
+
+def _emitted(verify: Callable[[Verification], Verified], logits: Tensor, draft: Sequence[int]) -> list[int]:
+    """The accepted tokens of a draft and the target's own behind them, by `logits` [len(draft) + 1, V]."""
+    def one(value: float, dtype: torch.dtype) -> Tensor:
+        return torch.full((1,), value, dtype=dtype, device=logits.device)
+
+    greedy = Sampling(one(0, torch.float32), one(0, torch.int32), one(1, torch.float32),
+                      one(0, torch.float32), one(0, torch.int64), one(0, torch.int64))
+    done = verify(Verification(
+        logits, torch.tensor([0, len(logits)], dtype=torch.int32, device=logits.device),
+        torch.tensor([*draft, -1], device=logits.device), greedy, logits.shape[1]))
+    done.raise_faults()
+    return done.tokens[0, :int(done.counts[0])].tolist()
 
 
 def _ended(answer: list[int], end_ids: Sequence[int], limit: int) -> list[int]:

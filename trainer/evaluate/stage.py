@@ -22,11 +22,12 @@ from trainer.data.prompts import read_prompts
 from trainer.engines.base import TargetEngine
 from trainer.errors import UserError
 from trainer.evaluate import rows
-from trainer.evaluate.decode import Selection, decode
+from trainer.evaluate.decode import Selection, Verifying, decode
 from trainer.evaluate.questions import Question, Room, asked, choose, exported, trained_on, unready
 from trainer.evaluate.serving import Measurement, compare, enter, measure
 from trainer.export.formats import FORMATS, FormatName
 from trainer.gates import Gate, require
+from trainer.kernels.select import require_verify, verify
 from trainer.pipeline import Stage
 from trainer.progress import Progress
 from trainer.ranges import Amount, Count, Distinct, Dtype, Filled, NotNegative, Share
@@ -60,6 +61,7 @@ class Evaluate(Stage):
     format: FormatName
     confidence: Share | None
     agreement: NotNegative
+    runtime: Verifying
 
     after: ClassVar[tuple[str, ...]] = ("prompts", "responses", "export")
     version: ClassVar[int] = 4
@@ -82,6 +84,7 @@ class Evaluate(Stage):
 
     def preflight(self) -> None:
         self.engine.preflight()
+        require_verify(self.runtime.verify, self.engine.device)
         self.target.require_length(self.engine.max_length, "evaluate.engine.max_length")
         if self.server is not None:
             require_drafts(self.drafter, self.target, {f"evaluate.k.{place}": k
@@ -154,7 +157,7 @@ class Evaluate(Stage):
     def _in_process(self, drafter: Drafter, questions: list[Question], base: dict[str, Any],
                     selections: list[Selection | None]) -> tuple[list[dict[str, Any]], list[Gate]]:
         slices = []
-        differing = 0
+        differing, check = 0, verify(self.runtime.verify)
         with self.engine.load(self.target.folder, self.target.end_ids) as engine:
             drafter.to(engine.device)
             plain = _plain(engine, questions, self.sampling)
@@ -163,7 +166,7 @@ class Evaluate(Stage):
                 label = f"evaluate {rows.label(selection)}, K={k}"
                 with Progress(label, total=len(questions), unit="prompts") as bar:
                     for (_, category, prompt), expected in zip(questions, plain, strict=True):
-                        decoded = decode(engine, drafter, prompt, k, self.sampling.max_new_tokens,
+                        decoded = decode(engine, drafter, check, prompt, k, self.sampling.max_new_tokens,
                                          self.target.end_ids, selection)
                         for name in ("heldout", f"heldout/{category}"):
                             groups.setdefault(name, rows.Tally()).add(decoded, expected)

@@ -38,6 +38,7 @@ from trainer.engines.base import TargetEngine
 from trainer.evaluate.decode import Counts, decode, replay
 from trainer.export.formats import FORMATS, FormatName, Serving
 from trainer.gates import Gate
+from trainer.kernels.select import Verify, require_verify, verify
 from trainer.ranges import Count, Dtype, Filled, Positive, SequenceLength
 from trainer.records import HiddenStates, Sample
 from trainer.target import Target
@@ -52,9 +53,11 @@ NAMED = 3     # tensors that a message names
 
 @dataclass(frozen=True)
 class AcceptanceRuntime:
-    """The temporary folder has the first of `formats`; all describe the same drafter."""
+    """The temporary folder has the first of `formats`; all describe the same drafter. `verify` is the kernel
+    by which drafts are verified; each gives the same tokens."""
 
     formats: Annotated[list[FormatName], Filled()]
+    verify: Verify
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ class Acceptance(Measuring):
 
     def preflight(self) -> None:
         self.engine.preflight()
+        require_verify(self.runtime.verify, self.engine.device)
 
     def due(self, step: int, steps: int) -> bool:
         return self.every is not None and (step % self.every == 0 or step == steps)
@@ -141,7 +145,8 @@ class Acceptance(Measuring):
     def _walk(self, engine: TargetEngine, target: Target, drafter: Drafter, served: Drafter, sample: Sample,
               stored: HiddenStates, k: int) -> _Walk:
         prompt = _prompt(sample)
-        decoded = decode(engine, served, sample.tokens[:prompt], k, self.max_new_tokens, target.end_ids)
+        decoded = decode(engine, served, verify(self.runtime.verify), sample.tokens[:prompt], k,
+                         self.max_new_tokens, target.end_ids)
         known = (*sample.tokens[:prompt], *decoded.tokens, *decoded.beyond)
         live = next(iter(engine.hidden_states([known], drafter.tap_layers))).taps.to(_device(drafter)).float()
         pairs = enumerate(zip(known, sample.tokens, strict=False))

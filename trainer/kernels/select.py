@@ -12,6 +12,7 @@ from trainer.errors import UserError
 from trainer.kernels.verification import Verification, Verified
 
 BlockAttention = Literal["reference", "flex"]
+Verify = Literal["reference", "cpu", "triton"]
 
 
 def training_problem(name: str, device: str | None) -> str | None:
@@ -32,11 +33,28 @@ def block_attention(name: str) -> Callable[..., Tensor]:
 
 
 def verify(name: str) -> Callable[[Verification], Verified]:
-    """`reference` (any device, slow) or `cpu` (logits of a CPU)."""
+    """`reference` (any device, slow), `cpu` (logits of a CPU) or `triton` (of a CUDA or ROCm device)."""
     if name == "reference":
         from trainer.kernels.verify_reference import verify as chosen
     elif name == "cpu":
         from trainer.kernels.verify_cpu import verify as chosen
+    elif name == "triton":
+        try:
+            from trainer.kernels.verify_triton import verify as chosen
+        except ModuleNotFoundError as error:
+            raise UserError(f"hardware.verify=triton needs the module {error.name}, which is not installed; "
+                            "install it, or set hardware.verify=reference") from error
     else:
-        raise UserError(f"verify={name} is not known; choose reference or cpu")
+        raise UserError(f"hardware.verify={name} is not known; choose reference, cpu or triton")
     return chosen
+
+
+def require_verify(name: str, device: str) -> None:
+    """Raises UserError unless the kernel is there and takes the logits of a target on `device`."""
+    if name == "cpu" and device != "cpu":
+        raise UserError(f"hardware.verify=cpu needs the logits of a CPU, but the target computes on "
+                        f"{device}; set hardware.verify=triton or reference")
+    if name == "triton" and device == "cpu":
+        raise UserError("hardware.verify=triton needs the logits of a CUDA or ROCm device, but the target "
+                        "computes on cpu; set hardware.verify=cpu or reference")
+    verify(name)

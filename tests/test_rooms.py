@@ -33,6 +33,7 @@ LAW: dict[str, set[str]] = {
     "ranges": set(),
     "records": set(),
     "kernels": set(),
+    "vllm_plugin": {"kernels"},
     "target_fit": {"_fits"},
     "target": {"records", "target_fit"},
     "target_made": {"target", "_folders"},
@@ -54,13 +55,14 @@ LAW: dict[str, set[str]] = {
 ONLY_IN = {
     "hydra": {"compose", "pipeline"},
     "omegaconf": {"__main__", "compose", "pipeline"},
-    "vllm": {"hidden_states.vllm_connector", "kernels.vllm_plugin"},
+    "vllm": {"hidden_states.vllm_connector", "vllm_plugin"},
     "triton": {"kernels"},
 }
 # Rooms and files that may import nothing from outside but this.
 NOTHING_BUT = {
     "records": {"torch"},
     "kernels": {"torch", "numpy", "triton", "vllm"},
+    "vllm_plugin": {"torch", "numpy", "vllm"},
     "hidden_states.vllm_connector": {"torch", "safetensors", "vllm"},
     "check": set(),
     "_fits": set(),

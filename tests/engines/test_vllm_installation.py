@@ -8,8 +8,10 @@ import json
 import os
 import socket
 import stat
+import subprocess
 import sys
 import threading
+import tomllib
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -18,6 +20,8 @@ from vllm_support import small_server
 
 from trainer.engines import vllm_installation
 from trainer.errors import UserError
+from trainer.export import serve_line
+from trainer.vllm_plugin import SWITCH
 
 
 def fake_interpreter(folder: Path, says: str) -> str:
@@ -166,3 +170,32 @@ def test_kernels_are_interpreted_for_what_a_cpu_build_lacks(tmp_path: Path) -> N
     module = points["triton.backends", "cpu"]
     assert points["vllm.general_plugins", module] == f"{module}:register" and len(points) == 2
     assert {path.name for path in (shim / module).iterdir()} == {"__init__.py", "compiler.py", "driver.py"}
+
+
+def test_the_plugin_reaches_a_server_by_its_settings_alone(tmp_path: Path, project: Path,
+                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what it needs of `trainer` and nothing else, under the entry point of the distribution."""
+    monkeypatch.setenv(SWITCH, "1")
+    found = vllm_installation.Installation("python", "0.32.0", tmp_path, named=True)
+    shim = tmp_path / "shim"
+    plain = small_server().variables(found, False, shim)
+    assert not {SWITCH, "PYTHONPATH"} & set(plain) and not shim.exists()
+    variables = small_server(environment={SWITCH: 1}).variables(found, False, shim)
+    assert (variables[SWITCH], variables["PYTHONPATH"]) == ("1", str(shim))
+    assert {path.name for path in (shim / "trainer").iterdir()} == {"__init__.py", "errors.py", "kernels",
+                                                                    "vllm_plugin"}
+    declared = tomllib.loads((project / "pyproject.toml").read_text())["project"]
+    [distribution] = distributions(path=[str(shim)])
+    points = {point.name: point.value for point in distribution.entry_points.select(
+        group="vllm.general_plugins")}
+    assert points == declared["entry-points"]["vllm.general_plugins"]
+    assert distribution.name.replace("_", "-") == declared["name"]
+    [place] = points.values()
+    code = f"import trainer; from {place.replace(':', ' import ')}; print(trainer.__file__, register())"
+    done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(shim)}, cwd=tmp_path,
+                          capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(shim / "trainer/__init__.py"), "None"]
+
+
+def test_the_switch_has_one_name() -> None:
+    assert vllm_installation.FUSED == SWITCH and serve_line.FUSED == {SWITCH: 1}

@@ -78,11 +78,12 @@ def test_the_end_of_a_run_says_what_to_do_next(tiny_target: Target, inputs: dict
     assert str(tiny_target.folder) in note and "export.target_name=" in note
     (tmp_path / "0123").rename(tmp_path / "moved")
     made.tell(tmp_path / "moved")
-    first, second, serve = capsys.readouterr().out.splitlines()
+    first, second, serve, fused = capsys.readouterr().out.splitlines()
     assert first == f"exported: {tmp_path / 'moved/speculators'}, for any current vLLM"
     assert second.startswith(f"exported: {tmp_path / 'moved/native'}, in the layout of the original authors'")
     assert serve.startswith(f"serve it: vllm serve {tiny_target.folder} --speculative-config ")
     assert f'"model": "{tmp_path}/moved/speculators"' in serve
+    assert fused.endswith(f": TRAINER_FUSED_VERIFY=1 {serve.removeprefix('serve it: ')}")
     stage(tiny_target, target_name="org/target").run(inputs, tmp_path / "moved")
     assert "by the path" not in capsys.readouterr().out
 

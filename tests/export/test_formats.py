@@ -16,6 +16,7 @@ from tiny import dflash, random_samples, states_of, uneven
 
 from trainer.architectures.dflash import DFlash
 from trainer.errors import UserError
+from trainer.export.base import FUSED_VLLM
 from trainer.export.card import model_card
 from trainer.export.formats import FORMATS, FormatName, Serving
 from trainer.target import Target
@@ -182,7 +183,8 @@ def test_commands_and_card_say_how_to_serve() -> None:
     assert commands["vllm (short)"] == "vllm serve '/a b/spec'"
     speculation = {"method": "dflash", "model": "/a b/spec", "num_speculative_tokens": 3}
     assert commands["vllm"] == f"vllm serve org/target --speculative-config '{json.dumps(speculation)}'"
-    assert set(FORMATS["native"].commands("dflash", Path("/s"), "t", THREE)) == {"vllm"}
+    native = FORMATS["native"].commands("dflash", Path("/s"), "t", THREE)
+    assert native == {"vllm": native["vllm"], FUSED_VLLM: f"TRAINER_FUSED_VERIFY=1 {native['vllm']}"}
     tuned = {**THREE, "num_speculative_tokens_per_batch_size": [[1, 8, 3], [9, 16, 0]]}
     assert json.dumps(tuned)[1:-1] in FORMATS["native"].commands("dflash", Path("/s"), "t", tuned)["vllm"]
     facts = {"method": "dflash", "needs_v2": False, "target": "org/target", "target_identity": "0123",
@@ -190,6 +192,7 @@ def test_commands_and_card_say_how_to_serve() -> None:
     card = model_card("speculators", facts, "Target")
     assert card.startswith("---\nbase_model: org/target\nlibrary_name: vllm\nlicense: unknown\n")
     here = FORMATS["speculators"].commands("dflash", ".", "org/target", THREE)
+    assert card.count("TRAINER_FUSED_VERIFY") == 1 and here[FUSED_VLLM] in card
     for part in ("| longest draft (max K) | 7 |", "| default draft (K) | 3 |", "`0123`", "`4567`",
                  "chat, thinking",
                  f"```bash\n{here['vllm']}\n```", "speculator for Target"):

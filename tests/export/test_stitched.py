@@ -183,7 +183,8 @@ def test_formats_that_a_drafter_has_not_got_are_told(target: Target) -> None:
 
 def test_commands_serve_the_folder_alone() -> None:
     commands = FORMATS["stitched"].commands("mtp", Path("/a b/whole"), "org/target", THREE)
-    assert commands == {"vllm": "vllm serve '/a b/whole' --speculative-config "
-                                """'{"method": "mtp", "num_speculative_tokens": 3}'"""}
+    line = ("vllm serve '/a b/whole' --speculative-config "
+            """'{"method": "mtp", "num_speculative_tokens": 3}'""")
+    assert commands == {"vllm": line, "vllm (fused verification)": f"TRAINER_FUSED_VERIFY=1 {line}"}
     assert FORMATS["changes"].commands("mtp", ".", "org/target", THREE)["apply"].startswith(
         "python tools/apply_mtp.py . ")

@@ -21,6 +21,10 @@ OLDEST = (0, 32)
 INTERPRETER = Path(__file__).resolve().parents[1] / "kernels/triton_interpreter"
 MODULE = "speculator_trainer_triton"  # the interpreter's name in a server, where `trainer` cannot be imported
 ENTRY_POINTS = f"[triton.backends]\ncpu = {MODULE}\n[vllm.general_plugins]\n{MODULE} = {MODULE}:register\n"
+PACKAGE = Path(__file__).resolve().parents[1]
+VERIFICATION = ("__init__.py", "errors.py", "kernels", "vllm_plugin")  # of it, what the plugin is made of
+PLUGIN = "[vllm.general_plugins]\ntrainer_fused_verify = trainer.vllm_plugin:register\n"
+FUSED = "TRAINER_FUSED_VERIFY"
 INTERPRETED = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 REMEDY = "set engine.python to the interpreter of a vLLM environment, or engine.url to a running server."
 
@@ -69,8 +73,9 @@ class Installation:
 
     def environment(self, threads: str, kv_cache_gib: int) -> dict[str, str]:
         """Variables for a server of this installation, on top of the trainer's own."""
-        # what belongs to the trainer's interpreter, or would halve the server's threads
-        own = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "OMP_NUM_THREADS")
+        # what belongs to the trainer's interpreter, would halve the server's threads, or would change what
+        # it says without a word in the settings
+        own = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "OMP_NUM_THREADS", FUSED, "TRAINER_VERIFY_KERNEL")
         variables = {name: value for name, value in os.environ.items() if name not in own}
         variables["PATH"] = os.pathsep.join([str(self.prefix / "bin"), variables.get("PATH", os.defpath)])
         variables |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_HOST_IP": "127.0.0.1"}
@@ -86,10 +91,10 @@ class Installation:
         variables = {"VLLM_CPU_OMP_THREADS_BIND": threads, "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib)}
         return variables | ({"LD_PRELOAD": ":".join(libraries)} if libraries else {})
 
-    def shim(self, folder: Path, needs_v2: bool) -> dict[str, str]:
+    def shim(self, folder: Path, needs_v2: bool, fused: bool = False) -> dict[str, str]:
         """Variables for what a server lacks here, which is put into `folder`: the name "vllm" for a
-        distribution that is called otherwise and, for a method that `needs_v2`, something to run kernels on
-        in a CPU build. None where nothing is lacking."""
+        distribution that is called otherwise, for a method that `needs_v2` something to run kernels on in a
+        CPU build, and the plugin where it is to verify `fused`. None where nothing is lacking."""
         interpreted = needs_v2 and self.cpu
         if not self.named:
             _write_metadata(folder, "vllm", self.version)
@@ -97,8 +102,24 @@ class Installation:
             shutil.copytree(INTERPRETER, folder / MODULE, dirs_exist_ok=True,
                             ignore=shutil.ignore_patterns("__pycache__"))
             (_write_metadata(folder, MODULE, "1") / "entry_points.txt").write_text(ENTRY_POINTS)
-        variables = {"PYTHONPATH": str(folder.resolve())} if interpreted or not self.named else {}
+        if fused:
+            _place_verification(folder)
+        needed = interpreted or fused or not self.named
+        variables = {"PYTHONPATH": str(folder.resolve())} if needed else {}
         return variables | (INTERPRETED if interpreted else {})
+
+
+def _place_verification(folder: Path) -> None:
+    """The part of `trainer` that needs torch alone, with the entry point by which vLLM finds it."""
+    for name in VERIFICATION:
+        source, place = PACKAGE / name, folder / PACKAGE.name / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, place, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copyfile(source, place)
+    # by the distribution's own name: one that is installed there as well is not found a second time
+    (_write_metadata(folder, "speculator_trainer", "0") / "entry_points.txt").write_text(PLUGIN)
 
 
 def _write_metadata(folder: Path, name: str, version: str) -> Path:

@@ -26,6 +26,7 @@ from rich.console import Console
 from trainer.engines import vllm_process
 from trainer.engines.vllm_client import Progress, ServerLost, SpecCounters, VllmClient, request
 from trainer.engines.vllm_installation import (
+    FUSED,
     Installation,
     check_folder,
     check_port,
@@ -141,7 +142,7 @@ class VllmServer:
         if offline:
             variables["HF_HUB_OFFLINE"] = "1"
         own = {name: str(value) for name, value in self.environment.items()}
-        lacking = found.shim(shim, needs_v2)
+        lacking = found.shim(shim, needs_v2, own.get(FUSED) == "1")
         search = os.pathsep.join(filter(None, [lacking.get("PYTHONPATH"), own.get("PYTHONPATH")]))
         return variables | lacking | own | ({"PYTHONPATH": search} if search else {})
 

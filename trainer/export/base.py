@@ -16,7 +16,9 @@ from torch import Tensor
 
 from trainer.architectures.base import Exported
 from trainer.errors import UserError
-from trainer.export.serve_line import Place, serve_line, speculation
+from trainer.export.serve_line import FUSED, Place, serve_line, speculation
+
+FUSED_VLLM = "vllm (fused verification)"
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,11 @@ class Format(ABC):
         return target, folder
 
     def commands(self, method: str, folder: Place, target: str, lengths: Mapping[str, Any]) -> dict[str, str]:
-        """Commands by platform that serve the folder; `lengths` as `draft_lengths` gives them."""
+        """Commands by platform that serve the folder, without and with fused verification; `lengths` as
+        `draft_lengths` gives them."""
         model, drafter = self.served(folder, target)
-        return {"vllm": serve_line(model, speculation(method, drafter, lengths))}
+        draft = speculation(method, drafter, lengths)
+        return {"vllm": serve_line(model, draft), FUSED_VLLM: serve_line(model, draft, variables=FUSED)}
 
     def write(self, folder: Path, exported: Exported, serving: Serving, dtype: torch.dtype) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from trainer.export.base import FUSED_VLLM
 from trainer.export.formats import FORMATS
 from trainer.export.serve_line import draft_lengths
 
@@ -36,8 +37,11 @@ def model_card(form: str, facts: dict[str, Any], target_name: str) -> str:
              f"| longest draft (max K) | {facts['max_k']} |", f"{default_line(facts)}",
              f"| trained modes | {', '.join(facts['trained_modes'])} |",
              "", "## Serve", "", "In this folder:", ""]
+    fused = commands.pop(FUSED_VLLM)
     for command in commands.values():
         lines += ["```bash", command, "```", ""]
+    lines += ["With fused verification, for which Speculator Trainer has to be in vLLM's environment as well "
+              "(`pip install --no-deps`):", "", "```bash", fused, "```", ""]
     if facts["needs_v2"]:
         lines += ["vLLM has this method in its Model Runner V2 alone, which a build for CPUs lacks.", ""]
     lines += ["A `num_speculative_tokens` above the longest draft is not refused by every server, and "

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 Place = Path | str  # a folder, or a name on the Hub
+FUSED = {"TRAINER_FUSED_VERIFY": 1}  # of a server whose environment has `trainer.vllm_plugin`
 SCHEDULE = "num_speculative_tokens_per_batch_size"
 
 

@@ -17,6 +17,7 @@ import torch
 
 from trainer.architectures.base import Drafter
 from trainer.data.responses import read_samples
+from trainer.export.base import FUSED_VLLM
 from trainer.export.calibration import calibrate
 from trainer.export.card import model_card
 from trainer.export.formats import FORMATS, FormatName, Serving
@@ -108,6 +109,7 @@ class Export(Stage):
         commands = FORMATS[first].commands(facts["method"], folder.resolve() / first, facts["target"],
                                            draft_lengths(facts))
         print(f"serve it: {commands['vllm']}", flush=True)
+        print(f"with fused verification (see the README): {commands[FUSED_VLLM]}", flush=True)
         if not facts.get("speculate", True):
             print("serve it without a drafter, though: where it was measured, plain decoding was faster")
 

@@ -58,12 +58,19 @@ def lose_a_tensor(folder: Path) -> None:
     save_file(tensors, path)
 
 
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
 @pytest.mark.parametrize(("change", "said"), [
     (shutil.rmtree, "has no config.json"),
     (remove("config.json"), "has no config.json"),
     (lambda folder: (folder / "config.json").write_text("{"), "config.json .*is not valid JSON"),
     (remove("tokenizer*"), r"has no tokenizer \(none of tokenizer.json"),
-    (remove("*.safetensors"), "has no safetensors weights"),
+    (remove("*.safetensors"), "has no safetensors weights; only safetensors is read"),
+    (pickled, "has no safetensors weights but pytorch_model.bin, which may run code when they are opened"),
+    (lambda folder: (folder / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "../model.safetensors"}}'), "a lies in '../model.safetensors', expected the "),
     (lose_a_shard, r"lacks 1 of the 2 shards .*\(model-00002-of-00002.safetensors\)"),
     (lambda folder: (folder / "model.safetensors.index.json").write_text("[]"),
      "index.json is not as expected: it holds a list"),

@@ -16,9 +16,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from trainer._weight_files import INDEX
 from trainer.errors import UserError
 from trainer.ranges import Amount, Layers, SequenceLength
-from trainer.target_fit import INDEX, json_object, require_fit, require_readable, whole_weights
+from trainer.target_fit import json_object, require_fit, require_readable, whole_weights
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 IDENTITY_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer.model",

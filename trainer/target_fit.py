@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer._fits import mismatch
+from trainer._weight_files import CONVERT, INDEX, indexed, pickles
 from trainer.errors import UserError
 from trainer.ranges import Amount, Count, Positive, Text
 
@@ -23,7 +24,6 @@ KEYS: dict[str, Any] = {  # of the text part: what is read of it somewhere, wher
     "tie_word_embeddings": bool | None, "quantization_config": dict | None}
 ROPE: dict[str, Any] = {"rope_theta": Positive | None, "factor": Positive | None, "rope_type": Text | None,
                         "type": Text | None, "original_max_position_embeddings": Count | None}
-INDEX = "model.safetensors.index.json"
 POINTER = b"version https://git-lfs"
 PLAIN = ("F32", "BF16", "F16", "F64")  # quantised tensors may be packed, and then have sizes of their own
 MENDED = "mend it there, or fetch config.json and weights again"
@@ -56,10 +56,7 @@ def whole_weights(folder: Path) -> dict[str, Header]:
     index, named = folder / INDEX, {path.name: set() for path in folder.glob("*.safetensors")}
     headers: dict[str, Header] = {}
     if index.is_file():
-        places = json_object(index).get("weight_map")
-        if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-            raise UserError(f"{index} is not an index of shards (it has no weight_map of file names); fetch "
-                            "it again")
+        places = indexed(index, "fetch it again")
         named = {name: {tensor for tensor, place in places.items() if place == name}
                  for name in sorted(set(places.values()))}
         missing = [name for name in named if not (folder / name).is_file()]
@@ -67,8 +64,10 @@ def whole_weights(folder: Path) -> dict[str, Header]:
             raise UserError(f"target folder {folder} lacks {len(missing)} of the {len(named)} shards that "
                             f"its index names ({', '.join(missing[:3])}); fetch them again")
     if not named:
-        raise UserError(f"target folder {folder} has no safetensors weights; only safetensors is read, so "
-                        "convert the model with its save_pretrained(safe_serialization=True)")
+        found = pickles(folder)
+        raise UserError(f"target folder {folder} has no safetensors weights"
+                        f"{f' but {found}, which may run code when they are opened' if found else ''}; "
+                        f"{CONVERT}")
     for name, tensors in named.items():
         with (folder / name).open("rb") as file:
             if file.read(len(POINTER)) == POINTER:
@@ -184,7 +183,7 @@ def load_model(folder: Path, dtype: Any, trust_remote_code: bool) -> Any:
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, trust_remote_code=trust_remote_code, ignore_mismatched_sizes=True,
-            output_loading_info=True)
+            output_loading_info=True, use_safetensors=True)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError) as error:
         raise UserError(f"the target in {folder} cannot be loaded by transformers ({type(error).__name__}: "
                         f"{' '.join(str(error).split())[:300]}); mend that, or set target_engine=vllm where "

@@ -6,7 +6,6 @@ targets and tied embeddings need no table of families. """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainer._weight_files import INDEX, indexed
 from trainer.errors import UserError
 from trainer.target_fit import with_ending
 
@@ -104,9 +104,9 @@ def tensor_names(folder: Path) -> dict[str, Path]:
     """Every tensor of a checkpoint folder and the file that holds it."""
     from safetensors import safe_open
 
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     if index.is_file():
-        return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        return {name: folder / file for name, file in indexed(index, "fetch it again").items()}
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:

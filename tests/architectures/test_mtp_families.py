@@ -19,13 +19,14 @@ from tiny import copied, make_small, random_samples, small, states_of
 from torch import Tensor, nn
 from transformers import AutoModel
 
+from trainer._weight_files import INDEX
 from trainer.architectures.mtp import Mtp
 from trainer.architectures.mtp_layouts import SHARED, layer_config
 from trainer.data.packing import collate
 from trainer.errors import UserError
 from trainer.export.base import Serving
 from trainer.export.formats import FORMATS
-from trainer.target import INDEX, Folder, Target, check_folder
+from trainer.target import Folder, Target, check_folder
 from trainer.target_head import load_target_head, read_tensors, tensor_names
 from trainer.training.build import require_buildable
 

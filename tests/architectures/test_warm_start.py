@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 from tiny import copied, make_small, random_samples, small, states_of, uneven
 from torch import Tensor
 
+from trainer._weight_files import INDEX
 from trainer.architectures.base import Drafter
 from trainer.errors import UserError
 from trainer.export.formats import FORMATS, Serving
-from trainer.target import INDEX, Target
+from trainer.target import Target
 from trainer.training.build import build_drafter, first_drafter, require_start, start_facts
 
 COUNTS = torch.arange(320).flip(0)
@@ -175,8 +176,13 @@ SPOILT = {  # its tensors or its folder, and what is told
                      "lost.safetensors cannot be read .*; export the drafter of drafter.start_from again"),
     "a tensor lost": (None, partial(indexed, name="x", file="model.safetensors"),
                       r"lacks 1 tensors that its model.safetensors.index.json names \(x\)"),
+    "an index that leaves the folder": (None, partial(indexed, name="fc.weight",
+                                                      file="../given/model.safetensors"),
+                                        "lies in '../given/model.safetensors', expected the name of a "),
+    "a pickle": (None, lambda folder: (folder / "pytorch_model.bin").write_bytes(b"x"),
+                 "has pytorch_model.bin, which may run code when they are opened; only safetensors is read"),
     "an index of nothing": (None, lambda folder: (folder / INDEX).write_text('{"weight_map": []}'),
-                            "index.json has no weight_map of file names")}
+                            "index.json is not an index of shards ")}
 
 
 @pytest.mark.parametrize("case", SPOILT)

@@ -14,7 +14,7 @@ import pytest
 
 from trainer.errors import UserError
 from trainer.evaluate import figures, html
-from trainer.evaluate.doubts import Doubts, left_out, of_training
+from trainer.evaluate.doubts import Doubts, left_out, of_code, of_training
 from trainer.evaluate.report import Report, headline, verdict
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
@@ -274,6 +274,15 @@ def test_rows_with_the_same_doubt_are_one_warning_an_engine() -> None:
     assert first.startswith("heldout, vLLM, K=2, 4 users (and 2 more rows): next to no draft")
     assert second.startswith("heldout, in process, K=2, 1 user: next to no draft")
     assert third.startswith("a, vLLM, K=3, 1 user: acceptance stays")
+
+
+def test_code_of_the_target_s_files_is_named() -> None:
+    trusting = {"settings": {"target": {"trust_remote_code": True}}}
+    inside = {"settings": {"acceptance": {"engines": [{"trust_remote_code": True}]}}}
+    plain = {"settings": {"target": {"trust_remote_code": False}}}
+    assert of_code({"prompts": {}, "responses": plain}) == []
+    [said] = of_code({"responses": trusting, "train": inside, "export": plain})
+    assert said.startswith("trust_remote_code was true in responses, train: code from the target's files ran")
 
 
 def test_what_was_left_out_is_warned_of() -> None:

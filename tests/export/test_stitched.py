@@ -18,12 +18,13 @@ from tiny import copied, make_small, small, uneven, uneven_norms
 from transformers import AutoModelForCausalLM
 
 from trainer import _folders
+from trainer._weight_files import INDEX
 from trainer.architectures.mtp import Mtp
 from trainer.errors import UserError
 from trainer.export.base import Serving
 from trainer.export.formats import FORMATS
 from trainer.export.stage import Export
-from trainer.export.stitched import ADDED, INDEX, stitch
+from trainer.export.stitched import ADDED, stitch
 from trainer.target import Target, check_folder
 from trainer.target_head import load_target_head, read_tensors, tensor_names
 

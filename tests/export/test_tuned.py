@@ -101,3 +101,13 @@ def test_what_is_no_export_or_was_changed_is_left_alone(export: Path, tmp_path: 
     (export / "export.json").write_text("[]")
     with pytest.raises(UserError, match="export.json cannot be read"):
         exported_facts(export)
+
+
+def test_no_format_leads_out_of_the_folder(export: Path, tmp_path: Path) -> None:
+    facts = read(export / "export.json")
+    (export / "export.json").write_text(json.dumps({**facts, "formats": ["native", "../../elsewhere"]}))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/speculator.json").write_text(json.dumps(facts))
+    with pytest.raises(UserError, match=r"names the formats '../../elsewhere', expected some of speculators"):
+        write_tuned(export, TUNED)
+    assert read(tmp_path / "elsewhere/speculator.json") == facts

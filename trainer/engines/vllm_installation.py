@@ -15,6 +15,7 @@ from ctypes.util import find_library
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer._weight_files import INDEX, indexed
 from trainer.errors import UserError
 
 OLDEST = (0, 32)
@@ -198,14 +199,10 @@ def check_folder(folder: Path, role: str, tokenizer: bool) -> None:
             return
         raise UserError(f"the {role} folder {folder} does not exist: give a folder with a config and "
                         "safetensors.")
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     needed = ["config.json"]
     if index.is_file():
-        try:
-            needed += sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError) as error:
-            raise UserError(f"{index} is no index of shards ({error!r}): copy the {role} folder "
-                            "again.") from error
+        needed += sorted({*indexed(index, f"copy the {role} folder again").values()})
     missing = [name for name in needed if not (folder / name).is_file()]
     if not index.is_file() and not any(folder.glob("*.safetensors")):
         missing.append("*.safetensors")

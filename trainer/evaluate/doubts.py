@@ -100,6 +100,19 @@ class Doubts:
             )
 
 
+def of_code(finished: dict[str, dict]) -> list[str]:
+    """The stages in which code ran that came with the target's files."""
+    ran = [name for name, content in finished.items() if _trusts(content.get("settings"))]
+    return [f"trust_remote_code was true in {', '.join(ran)}: code from the target's files ran there, which "
+            "nothing here has looked at."] if ran else []
+
+
+def _trusts(node: Any) -> bool:
+    if isinstance(node, dict):
+        return node.get("trust_remote_code") is True or any(_trusts(each) for each in node.values())
+    return isinstance(node, list) and any(_trusts(each) for each in node)
+
+
 def of_training(finished: dict[str, dict]) -> list[str]:
     """What the train stage noticed of its drafter."""
     record = finished.get("train", {}).get("record", {})

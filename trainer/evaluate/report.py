@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.evaluate import figures, finished_stages, html, sweep_view, traffic
-from trainer.evaluate.doubts import NEAR_ONE, Doubts, left_out, of_training
+from trainer.evaluate.doubts import NEAR_ONE, Doubts, left_out, of_code, of_training
 from trainer.evaluate.files import write_files
 from trainer.pipeline import Stage
 from trainer.ranges import NotNegative
@@ -113,7 +113,8 @@ class Report(Stage):
             "verdict": verdict(rows, exported.get("default_k")),
             "rows": rows,
             "gates": gates,
-            "warnings": doubts.warnings(rows) + of_training(finished) + left_out(finished),
+            "warnings": [*of_code(finished), *doubts.warnings(rows), *of_training(finished),
+                         *left_out(finished)],
             "training": summarise_training(log, finished.get("train")),
             "export": {key: exported[key] for key in EXPORTED if key in exported},
             "stages": {name: _stage(name, inputs[name], finished[name]) for name in names},

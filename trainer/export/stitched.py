@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from trainer._weight_files import INDEX
 from trainer.architectures.base import Exported
 from trainer.architectures.mtp_layouts import apart, layout_of
 from trainer.architectures.mtp_module import promised_tensors
@@ -28,7 +29,7 @@ from trainer.export.serve_line import Place
 from trainer.target import text_part
 from trainer.target_head import read_tensors, tensor_names, tensor_shapes
 
-INDEX, RECORD, ADDED = "model.safetensors.index.json", "mtp.json", "model-mtp.safetensors"
+RECORD, ADDED = "mtp.json", "model-mtp.safetensors"
 SMALL = (".json", ".jinja", ".model", ".txt", ".py", ".tiktoken")  # what a target has beside its weights
 OWN = ("README.md", "speculator.json", "made.json", "config.json", INDEX, RECORD)  # not taken from it
 

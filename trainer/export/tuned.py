@@ -16,6 +16,7 @@ from typing import Any
 from trainer import _folders
 from trainer.errors import UserError, first_line
 from trainer.export.card import default_line
+from trainer.export.formats import FORMATS
 from trainer.export.serve_line import SCHEDULE, draft_lengths
 
 FILES = ("speculator.json", "config.json", "README.md")
@@ -43,6 +44,9 @@ def write_tuned(folder: Path, tuned: dict[str, Any]) -> None:
         _write(folder, tuned)
         return
     exported = _read(root / "export.json")
+    if unknown := [form for form in exported["formats"] if form not in FORMATS]:
+        raise UserError(f"{root / 'export.json'} names the formats {', '.join(map(repr, unknown))}, expected "
+                        f"some of {', '.join(FORMATS)}; give a folder of a finished stage export")
     names = [f"{form}/{name}" for form in exported["formats"] for name in FILES]
     with contextlib.ExitStack() as stack:
         stack.enter_context(_folders.locked(root, f"the export {root}", "the exported folder"))

@@ -14,11 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trainer import _folders
+from trainer._weight_files import CONVERT, INDEX, indexed, pickles
 from trainer.architectures.base import DraftContext, Drafter
 from trainer.errors import Several, UserError
 from trainer.ranges import Gives
 from trainer.records import Sample
-from trainer.target import INDEX, Target
+from trainer.target import Target
 from trainer.target_head import head_names, load_target_head, read_tensors, tensor_names, tensor_shapes
 from trainer.training.checkpoint import load_weights
 
@@ -105,6 +106,9 @@ def start_facts(make: MakeDrafter) -> dict[str, Any]:
 def _found_folder(make: MakeDrafter) -> Path | None:
     """The folder of `initial_folder`, which has a drafter's files."""
     folder = initial_folder(make)
+    if folder and (found := pickles(folder)):
+        raise UserError(f"drafter.start_from={folder} has {found}, which may run code when they are opened; "
+                        f"{CONVERT}, and remove them there")
     if folder and not ((folder / "config.json").is_file() and list(folder.glob("*.safetensors"))):
         raise UserError(f"drafter.start_from={folder} is no folder of an exported drafter: it has no "
                         "config.json, or no *.safetensors; give the folder speculators/ or native/ of a "
@@ -146,9 +150,7 @@ def _weights(folder: Path) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     files, promised = [path.name for path in sorted(folder.glob("*.safetensors"))], set()
     if (folder / INDEX).is_file():
-        places = _folders.read_object(folder / INDEX, AGAIN).get("weight_map")
-        if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-            raise UserError(f"{folder / INDEX} has no weight_map of file names; {AGAIN}")
+        places = indexed(folder / INDEX, AGAIN)
         files, promised = sorted({*places.values()}), {*places}
     for name in files:
         try:

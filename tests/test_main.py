@@ -222,8 +222,8 @@ TYPOS = {
                  "'train' (str); a list is written [train]",
     "seed=x": "seed (command line): must be int of at least 0 and below 9223372036854775808, but is 'x' "
               "(str)",
-    "+foo=1": "foo (command line): unknown key; the configuration takes cache_root, drafter, hardware, "
-              "prompts, recipe_name, report, run, run_root, seed, train",
+    "+foo=1": "foo (command line): unknown key; the configuration takes cache_root, command, drafter, "
+              "hardware, prompts, recipe_name, report, run, run_root, seed, train",
     "foo=1": "foo (command line): unknown key; the configuration takes drafter, hardware, prompts, recipe, "
              "recipe_name, report, run, run_root, seed, train",
     "drafter.foo=1": "drafter.foo (command line): unknown key; drafter takes block_size, kernel",

@@ -76,6 +76,25 @@ class Careful(Stage):
         return {}
 
 
+@dataclass(frozen=True)
+class Behind(Stage):
+    after: ClassVar[tuple[str, ...]] = ("use",)
+    version: ClassVar[int] = 1
+
+    def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
+        CALLS.append("last")
+        return {}
+
+
+@dataclass(frozen=True)
+class Bringing(Use):
+    wanted: bool
+
+    @property
+    def brings(self) -> tuple[str, ...]:
+        return ("last",) if self.wanted else ()
+
+
 class Circular(Use):
     after: ClassVar[tuple[str, ...]] = ("use",)
 
@@ -120,6 +139,27 @@ def test_a_run_leaves_finished_folders_and_their_records() -> None:
     assert make["settings"]["size"] == 3 and make["versions"]["python"] and make["seconds"] >= 0
     assert not [path for path in Path("runs").rglob("*") if path.suffix in (".partial", ".lock")]
     assert not list(Path("runs").rglob(".*"))
+
+
+@pytest.mark.parametrize(("wanted", "run", "completed"), [
+    (True, ["make", "use"], ["make", "use", "last"]), (False, ["make", "use"], ["make", "use"]),
+    (True, ["make"], ["make"]), (True, ["last", "use"], ["last", "use"])])
+def test_a_stage_brings_others_behind_a_run_that_names_it(wanted: bool, run: list[str],
+                                                          completed: list[str]) -> None:
+    config = settings(stages=tuple(run)) | {"last": {"_target_": f"{__name__}.Behind"}}
+    config["use"] |= {"_target_": f"{__name__}.Bringing", "wanted": wanted}
+    found = pipeline.completed(config)
+    assert found["run"] == completed and {**found, "run": run} == config
+    if "make" in run:
+        pipeline.run(found)
+        assert completed == CALLS
+
+
+def test_the_record_says_what_ran_the_stage() -> None:
+    record = json.loads((pipeline.run(settings()) / "stage.json").read_text())
+    assert record["hardware"]["cores"] >= 1 and record["hardware"]["memory_gib"] > 0
+    assert record["hardware"]["processor"] and record["versions"]["torch"]
+    assert record["commit"] is None or re.fullmatch("[0-9a-f]{40}(-dirty)?", record["commit"])
 
 
 def test_a_finished_stage_is_reused_and_a_changed_one_rebuilds_what_reads_it() -> None:

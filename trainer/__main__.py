@@ -45,6 +45,7 @@ examples
   python -m trainer recipe=NAME run_root=DIR   another recipe, results in another folder
   python -m trainer 'run=[STAGE,STAGE]'        some stages only; what they read must be there
   python -m trainer 'run=[sweep]'              speed by draft length and traffic; run=[tune] chooses
+  python -m trainer 'run=[upload]' export.hub.repo=USER/NAME   what was exported, onto the Hub
   python -m trainer recipe=NAME --cfg job      every setting of a recipe
 
 exit codes
@@ -108,10 +109,10 @@ def _main(arguments: list[str], choices: Choices | None) -> int:
         shown = masked(configuration.settings if "resolve" in flags else configuration.raw)
         print(OmegaConf.to_yaml(OmegaConf.create(shown)).rstrip(), flush=True)
         return 0
-    settings = configuration.settings
-    problems = check(configuration, choices.groups(), pipeline.Stage) \
-        or configuration.lines(configuration.held(pipeline.check(settings)))
-    if problems:
+    if problems := check(configuration, choices.groups(), pipeline.Stage):
+        return _complain(problems)
+    settings = pipeline.completed(configuration.settings)
+    if problems := configuration.lines(configuration.held(pipeline.check(settings))):
         return _complain(problems)
     if "check" in flags:
         stages = pipeline.plan(settings)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import platform
+import subprocess
 from collections.abc import Collection
 from importlib import metadata
 from pathlib import Path
@@ -57,6 +59,41 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
     return found
+
+
+def made_by() -> dict[str, Any]:
+    """What a stage was run by: versions, the commit of this program and the machine."""
+    return {"versions": versions(), "commit": commit(), "hardware": hardware()}
+
+
+def commit() -> str | None:
+    """That of the checkout that this program runs from, with "-dirty" where files differ from it; None for an
+    installed one."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / ".git").exists():
+        return None
+    words = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        told = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True,
+                              env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"})
+        return told.stdout.strip() or None
+    return None
+
+
+def hardware() -> dict[str, Any]:
+    """Processor, cores that may be used, memory in GiB, how many devices PyTorch finds, and what they are
+    where this process computes on them: asking opens them, which takes memory there from a server."""
+    import torch
+
+    processor = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        processor = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
+    return {"processor": processor, "cores": len(os.sched_getaffinity(0)), "memory_gib": round(memory, 1),
+            "devices": (count := torch.cuda.device_count()),
+            "device_names": [torch.cuda.get_device_name(each) for each in range(count)]
+            if torch.cuda.is_initialized() else []}
 
 
 def say(name: str, record: dict[str, Any], seconds: float) -> None:

@@ -30,9 +30,9 @@ def indexed(index: Path, remedy: str) -> dict[str, str]:
 
 
 def pickles(folder: Path) -> str:
-    """The pickle files in `folder`, for a message; "" without any."""
-    found = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES) \
-        if folder.is_dir() else []
+    """The pickle files below `folder`, for a message; "" without any."""
+    found = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*")
+                   if path.suffix in PICKLES)
     return ", ".join([*found[:3], *(["..."] if found[3:] else [])])
 
 

@@ -18,6 +18,7 @@ from trainer.ranges import Distinct, Filled, Gives, Seed, Text
 
 SPECIAL = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_")
 TOP: dict[str, Any] = {"run_root": Text, "cache_root": Text, "seed": Seed, "recipe_name": str | None,
+                       "command": str | None,
                        "run": Annotated[list[str], Filled(), Distinct()]}
 
 

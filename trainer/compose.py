@@ -8,6 +8,7 @@ option of a group that a recipe tunes, the recipe's keys that the new option can
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -26,6 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from trainer._paths import NOTHING, Choices, Source, Sources, at, holder, unknown
+from trainer._secrets import MASK, masked
 from trainer.check import Configuration, needs_value, takes, unknown_arguments
 from trainer.errors import UserError
 
@@ -59,10 +61,24 @@ def compose_configuration(arguments: list[str], choices: Choices) -> Configurati
                if each.parent == "config" and str(each.config_path).startswith("recipe/")]
     if recipes and composed.get("recipe_name", "") is None:
         composed.recipe_name = recipes[0]
+    if composed.get("command", "") is None:
+        composed.command = _command(overrides)
     sources = Sources(tuple(files[name] for name in merged),
                       tuple(_dotted(override.key_or_group) for override in tuned))
     raw, settings, broken = _resolve(composed)
     return Configuration(raw, settings, sources, unknown_ones | broken, notes)
+
+
+def _command(overrides: list[Override]) -> str:
+    """What the command line sets, as a JSON list of its words without passwords and the like. It has no $, so
+    that no `${...}` in it is filled in, which may lead to a password, too."""
+    words = []
+    for override in overrides:
+        name = _dotted(override.key_or_group).rpartition(".")[2]
+        given = None if override.is_delete() else {name: override.value()}
+        words.append(override.input_line if masked(given) == given
+                     else f"{override.input_line.partition('=')[0]}={MASK}")
+    return json.dumps(words).replace("$", "\\u0024")
 
 
 def _order(chosen: list[str]) -> list[ResultDefault]:

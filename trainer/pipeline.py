@@ -24,7 +24,7 @@ from hydra.utils import instantiate
 from trainer import _folders, _latest
 from trainer._folders import full_disk, locked, write_sealed
 from trainer._secrets import masked
-from trainer._stage_record import fingerprint, finished, require_unchanged, say, versions
+from trainer._stage_record import fingerprint, finished, made_by, require_unchanged, say
 from trainer.errors import UserError, first_line, gathered
 
 REFUSALS = (ValueError, TypeError)  # by which constructors refuse what they are given
@@ -39,6 +39,11 @@ class Stage(ABC):
     idle: ClassVar[tuple[str, ...]] = ()  # keys of its settings, nested ones with dots, that decide nothing
     lasting: ClassVar[bool] = True  # False: a view of how things are now, made anew every time
     sized: ClassVar[tuple[str, ...]] = ()  # globs of files with checksums of their own, or that may grow
+
+    @property
+    def brings(self) -> tuple[str, ...]:
+        """Stages that end every run which names this one, as its settings ask for them."""
+        return ()
 
     @property
     def quick(self) -> bool:
@@ -118,6 +123,13 @@ def build(node: dict[str, Any], place: str = "", /, **arguments: Any) -> Any:
             raise UserError(f"{key or node.get('_target_')} cannot be built from its settings "
                             f"({reason}); mend them") from error
         raise cause from None
+
+
+def completed(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings with what the stages in `run` bring along behind them."""
+    stages = _stages(settings)
+    brought = [name for each in settings["run"] for name in stages[each].brings]
+    return {**settings, "run": [*dict.fromkeys([*settings["run"], *brought])]}
 
 
 def check(settings: dict[str, Any]) -> dict[str, str]:
@@ -299,5 +311,5 @@ def _record(planned: Planned, record: dict[str, Any], seconds: float, resumed: b
     """What stage.json holds; `seconds` are those of the last call alone when `resumed` is true."""
     return {"stage": planned.name, "version": planned.stage.version, "fingerprint": planned.fingerprint,
             "settings": planned.settings, "inputs": planned.inputs, "record": record,
-            "seconds": round(seconds, 3), "resumed": resumed, "versions": versions(),
+            "seconds": round(seconds, 3), "resumed": resumed, **made_by(),
             "files": _folders.sums(planned.partial, planned.stage.sized)}

@@ -43,6 +43,12 @@ class TargetSource(ABC):
         return str(self.folder())
 
 
+    @property
+    def commit(self) -> str | None:
+        """The commit on the Hub that the folder is a download of; None for any other folder."""
+        return None
+
+
 @dataclass(frozen=True)
 class Folder(TargetSource):
     path: str
@@ -53,7 +59,8 @@ class Folder(TargetSource):
 
 @dataclass(frozen=True)
 class Hub(TargetSource):
-    """A Hub repository at a fixed revision (a commit, so that a run can be repeated)."""
+    """A Hub repository at a revision. Where that is a branch, what it led to is told in `commit`, so that a
+    run can be repeated."""
 
     repo: str
     revision: str
@@ -61,6 +68,10 @@ class Hub(TargetSource):
     @property
     def served(self) -> str:
         return self.repo
+
+    @property
+    def commit(self) -> str | None:
+        return self.folder().name  # as the cache of the Hub names it
 
     def folder(self) -> Path:
         from huggingface_hub import snapshot_download

@@ -6,8 +6,10 @@ import hashlib
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -276,6 +278,32 @@ def test_a_local_data_set_is_known_by_its_files(tmp_path: Path) -> None:
     path.rename(tmp_path / "other.jsonl")
     assert len({before, changed, source.fingerprint()}) == 3
     assert Datasets("someone/set", None, "train", "question", "3f2a1b").fingerprint() == "3f2a1b"
+
+
+@pytest.mark.parametrize(("revision", "looked_up"), [("main", True), ("c" * 40, False)])
+def test_of_a_branch_the_commit_is_fetched_and_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                        revision: str, looked_up: bool) -> None:
+    asked: list[Any] = []
+
+    def dataset_info(self: Any, name: str, revision: str) -> Any:
+        asked.append((name, revision))
+        return SimpleNamespace(sha="c" * 40)
+
+    def load_dataset(name: str, config: str | None, split: str, revision: str) -> Any:
+        assert revision == "c" * 40
+        return datasets.Dataset.from_dict({"question": ["one?", "two?"]})
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", dataset_info)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    record = Prompts(Datasets("some/set", None, "train", "question", revision), None, 0).run({}, tmp_path)
+    assert record["commit"] == "c" * 40 and asked == ([("some/set", "main")] if looked_up else [])
+
+
+def test_a_branch_that_cannot_be_looked_up_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(UserError, match="^prompts.source.revision=main of some/set could not be looked up "
+                                        ".*; check the name, .* or name a commit"):
+        Datasets("some/set", None, "train", "question", "main").rows()
 
 
 def test_the_built_in_prompts_have_a_split_of_their_own(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tiny import OFFLINE, dflash, finished_inputs, make_dflash, make_small, rand
 from trainer.architectures.base import Exported
 from trainer.errors import GateFailed, UserError
 from trainer.export import formats
+from trainer.export.hub import HubRepository, HubRuntime
 from trainer.export.stage import Export
 from trainer.target import Target
 from trainer.training import checkpoint
@@ -40,7 +41,9 @@ def stage(target: Target, **changes: Any) -> Export:
     return Export(**{"target": target, "drafter": make_dflash(**SETTINGS), "source": OFFLINE,
                      "formats": ["speculators", "native"], "dtype": "bfloat16", "default_k": 3,
                      "target_name": None,
-                     "trained_modes": ["chat"], "probe_rows": 2, "calibration_drafts": 20, **changes})
+                     "trained_modes": ["chat"], "probe_rows": 2, "calibration_drafts": 20,
+                     "recipe": "some_recipe", "command": '["train.epochs=2", "run=[export]"]',
+                     "hub": HubRepository(None, True, "main", "unknown", HubRuntime(1, 0.0)), **changes})
 
 
 def test_the_folders_are_complete(tiny_target: Target, inputs: dict[str, Path], tmp_path: Path) -> None:
@@ -53,14 +56,15 @@ def test_the_folders_are_complete(tiny_target: Target, inputs: dict[str, Path], 
     exported = json.loads((out / "export.json").read_text())
     for form in ("speculators", "native"):
         assert {path.name for path in (out / form).iterdir()} == {"config.json", "model.safetensors",
-                                                                  "README.md",
+                                                                  "README.md", "provenance.json",
                                                                  "speculator.json"}
         facts = json.loads((out / form / "speculator.json").read_text())
         assert facts == {"method": "dflash", "needs_v2": False, "max_k": 7,
                          "possible_k": [1, 2, 3, 4, 5, 6, 7], "default_k": 3,
                          "target": str(tiny_target.folder),
                          "target_identity": tiny_target.identity, "template_hash": tiny_target.template_hash,
-                         "trained_modes": ["chat"], "formats": ["speculators", "native"]}
+                         "target_commit": None, "trained_modes": ["chat"], "trained_context": 30,
+                         "formats": ["speculators", "native"]}
         assert facts.items() <= exported.items()
         readme = (out / form / "README.md").read_text()
         assert str(tmp_path) not in readme and str(tiny_target.folder) not in readme

@@ -17,7 +17,7 @@ from tiny import dflash, random_samples, states_of, uneven
 from trainer.architectures.dflash import DFlash
 from trainer.errors import UserError
 from trainer.export.base import FUSED_VLLM
-from trainer.export.card import model_card
+from trainer.export.card import Card
 from trainer.export.formats import FORMATS, FormatName, Serving
 from trainer.target import Target
 from trainer.target_head import load_target_head
@@ -189,7 +189,7 @@ def test_commands_and_card_say_how_to_serve() -> None:
     assert json.dumps(tuned)[1:-1] in FORMATS["native"].commands("dflash", Path("/s"), "t", tuned)["vllm"]
     facts = {"method": "dflash", "needs_v2": False, "target": "org/target", "target_identity": "0123",
              "template_hash": "4567", "max_k": 7, "default_k": 3, "trained_modes": ["chat", "thinking"]}
-    card = model_card("speculators", facts, "Target")
+    card = Card("speculators", facts, "Target").text()
     assert card.startswith("---\nbase_model: org/target\nlibrary_name: vllm\nlicense: unknown\n")
     here = FORMATS["speculators"].commands("dflash", ".", "org/target", THREE)
     assert card.count("TRAINER_FUSED_VERIFY") == 1 and here[FUSED_VLLM] in card
@@ -198,4 +198,4 @@ def test_commands_and_card_say_how_to_serve() -> None:
                  f"```bash\n{here['vllm']}\n```", "speculator for Target"):
         assert part in card
     assert "Model Runner V2" not in card
-    assert "Model Runner V2 alone" in model_card("speculators", facts | {"needs_v2": True}, "Target")
+    assert "Model Runner V2 alone" in Card("speculators", facts | {"needs_v2": True}, "Target").text()

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -29,6 +31,11 @@ class PromptSource(ABC):
     """Where conversations come from."""
 
     quick: ClassVar[bool] = True  # False: rows may have to be fetched
+
+    @property
+    def commit(self) -> str | None:
+        """The commit on the Hub that the rows are of; None for those of this machine."""
+        return None
 
     @abstractmethod
     def rows(self) -> list[Row]: ...
@@ -89,8 +96,8 @@ class Builtin(PromptSource):
 class Datasets(PromptSource):
     """A data set by name through `datasets`; `column` holds one text, a list of turns or of messages.
 
-    One of the Hub is known by its revision: name a commit there, and nothing can move under a run. A local
-    folder is known by its files.
+    One of the Hub is known by its revision: name a commit there, and nothing can move under a run. Of a
+    branch the commit that it leads to is fetched, and recorded. A local folder is known by its files.
     """
 
     name: str
@@ -101,11 +108,28 @@ class Datasets(PromptSource):
 
     quick: ClassVar[bool] = False
 
+    @cached_property
+    def commit(self) -> str | None:  # type: ignore[override]
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HTTPError
+
+        if Path(self.name).expanduser().is_dir():
+            return None
+        if re.fullmatch("[0-9a-f]{40}", self.revision):
+            return self.revision
+        try:
+            return HfApi().dataset_info(self.name, revision=self.revision).sha
+        except (HTTPError, OSError, ValueError) as error:
+            raise UserError(f"prompts.source.revision={self.revision} of {self.name} could not be looked up "
+                            f"on the Hub ({type(error).__name__}); check the name, the network and HF_TOKEN, "
+                            "or name a commit, of which nothing is looked up") from error
+
     def rows(self) -> list[Row]:
         from datasets import load_dataset
 
+        revision = self.commit or self.revision
         try:
-            table = load_dataset(self.name, self.config, split=self.split, revision=self.revision)
+            table = load_dataset(self.name, self.config, split=self.split, revision=revision)
         except (OSError, ValueError, ConnectionError) as error:
             raise UserError(f"prompts.source.name {self.name} (split {self.split}) cannot be loaded: "
                             f"{error}; check the name, the split, the revision and the network") from error
@@ -156,7 +180,8 @@ class Prompts(Stage):
             for name, part in (("train", train), ("heldout", heldout)):
                 for prompt in part:
                     file.write(json.dumps({**asdict(prompt), "split": name}, ensure_ascii=False) + "\n")
-        return {"train": len(train), "heldout": len(heldout), **repeats,
+        known = {"commit": self.source.commit} if self.source.commit else {}
+        return {"train": len(train), "heldout": len(heldout), **repeats, **known,
                 "categories": dict(Counter(prompt.category for prompt in train)),
                 "languages": dict(Counter(prompt.language for prompt in train))}
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 
 from trainer.errors import UserError
 from trainer.export.formats import FORMATS
-from trainer.export.serve_line import SCHEDULE, draft_lengths, serve_line, speculation
+from trainer.export.serve_line import SCHEDULE, Place, draft_lengths, serve_line, speculation
 from trainer.export.tuned import possible_lengths
 from trainer.pipeline import Stage
 from trainer.ranges import Count, Text
@@ -54,6 +54,19 @@ class ServingFacts:
             if unknown := [part for part in node if part not in known]:
                 raise UserError(f"serving.{place} has {', '.join(unknown)}, which nothing reads; it takes "
                                 f"{', '.join(known)}")
+
+    def problem(self, target: str) -> str | None:
+        """Why these are not the facts of this target, for people; None where they are."""
+        if self.serves in (None, target):
+            return None
+        return (f"holds the facts of {self.serves}, but the target is {target}; set serving= to the option "
+                "of that target, or serving=plain")
+
+    def line(self, platform: Platform, method: str | None, model: Place,
+             draft: Mapping[str, Any] | None) -> str:
+        """The `vllm serve` line of a model, with a `draft` of the method."""
+        flags, variables = (self.part(part, platform, method) for part in ("flags", "variables"))
+        return serve_line(model, draft, flags, variables)
 
     def part(self, name: str, platform: Platform, method: str | None) -> dict[str, Any]:
         """Flags, variables or draft, the more special ones on top of the others; null ones still there."""
@@ -98,9 +111,8 @@ class ServeCommand(Stage):
     def check(self, stages: Mapping[str, Any]) -> dict[str, str]:
         facts, name, found = self.serving, self.target.name, {}
         published, known = ", ".join(facts.methods) or "none", ["auto", "none", *facts.methods]
-        if facts.serves not in (None, name):
-            found["serving"] = (f"holds the facts of {facts.serves}, but the target is {name}; set serving= "
-                                "to the option of that target, or serving=plain")
+        if problem := facts.problem(name):
+            found["serving"] = problem
         if self.trained and self.method != "auto":
             found["serve_command.method"] = f"must be auto for the trained drafter, but is {self.method}"
         elif self.method not in known:
@@ -128,9 +140,8 @@ class ServeCommand(Stage):
             if self.k is not None:
                 draft.pop(SCHEDULE, None)  # of a tuned drafter: other lengths than the one that was asked for
             draft = {name: value for name, value in draft.items() if value is not None}
-        flags, variables = (self.serving.part(part, self.platform, method) for part in ("flags", "variables"))
         further = [shlex.quote(str(argument)) for argument in self.arguments]
-        line = " ".join([serve_line(model, draft, flags, variables), *further])
+        line = " ".join([self.serving.line(self.platform, method, model, draft), *further])
         facts = {"platform": self.platform, "method": method, "draft": draft, "command": line}
         (out / "serve_command.json").write_text(json.dumps(facts, indent=1) + "\n")
         return {}

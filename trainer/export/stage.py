@@ -19,8 +19,10 @@ from trainer.architectures.base import Drafter
 from trainer.data.responses import read_samples
 from trainer.export.base import FUSED_VLLM
 from trainer.export.calibration import calibrate
-from trainer.export.card import model_card
+from trainer.export.card import HUB_NAME, Card
 from trainer.export.formats import FORMATS, FormatName, Serving
+from trainer.export.hub import HubRepository
+from trainer.export.provenance import provenance, write_provenance
 from trainer.export.serve_line import draft_lengths
 from trainer.gates import Gate, require
 from trainer.hidden_states.base import HiddenStateSource, MakeSource
@@ -30,6 +32,7 @@ from trainer.target import Target
 from trainer.target_head import load_target_head
 from trainer.training.build import MakeDrafter, draft_problem, load_trained, require_drafts
 
+OWN = ("dtype", "target_name", "probe_rows", "calibration_drafts")  # what speculator.json does not say
 Probe = tuple[tuple[int, ...], torch.Tensor]  # a sample's tokens and taps
 ROUNDING = 32.0  # steps of the dtype, relative to the logits; trained drafters were moved by 1 to 5
 
@@ -37,8 +40,9 @@ ROUNDING = 32.0  # steps of the dtype, relative to the logits; trained drafters 
 @dataclass(frozen=True)
 class Export(Stage):
     """`default_k` is what a server drafts unless told otherwise; `target_name` is written as the target to
-    serve with (null: its folder). A drafter that estimates its own acceptance is calibrated on
-    `calibration_drafts` held-out drafts."""
+    serve with (null: as its source names it). A drafter that estimates its own acceptance is calibrated on
+    `calibration_drafts` held-out drafts. `recipe` and `command` are told in provenance.json; where `hub` has
+    a repository, the stage upload ends every run that exports."""
 
     target: Target
     drafter: MakeDrafter
@@ -50,9 +54,17 @@ class Export(Stage):
     trained_modes: list[str]
     probe_rows: Count
     calibration_drafts: Annotated[int, AtLeast(2)]
+    recipe: str | None
+    command: str | None
+    hub: HubRepository
 
     after: ClassVar[tuple[str, ...]] = ("responses", "hidden_states", "train")
     version: ClassVar[int] = 1
+    idle: ClassVar[tuple[str, ...]] = ("recipe", "command", "hub")
+
+    @property
+    def brings(self) -> tuple[str, ...]:
+        return ("upload",) if self.hub.repo else ()
 
     def check(self, stages: Mapping[str, Any]) -> dict[str, str]:
         problem, known = draft_problem(self.drafter, self.default_k), self.drafter.func.formats
@@ -72,27 +84,32 @@ class Export(Stage):
         drafter = load_trained(self.drafter, self.target, inputs["train"])
         dtype = getattr(torch, self.dtype)
         exported = drafter.export()
-        name = self.target_name or str(self.target.folder)
-        if self.target_name is None:
+        name = self.target_name or self.target.source.served
+        if not HUB_NAME.fullmatch(name):
             print(f"export: the folders name the target by the path {name}; give export.target_name=<hub id> "
                   "before you publish them", flush=True)
         serving = Serving(name, self.target.config.get("architectures") or self._architectures(),
                           self.default_k, self.target.folder)
+        samples = read_samples(inputs["responses"], "train")
         facts = {"method": drafter.method, "needs_v2": drafter.needs_v2, "max_k": drafter.max_k,
                  "possible_k": self._possible(drafter.max_k), "default_k": self.default_k, "target": name,
                  "target_identity": self.target.identity, "template_hash": self.target.template_hash,
-                 "trained_modes": self.trained_modes, "formats": self.formats}
+                 "target_commit": self.target.source.commit, "trained_modes": self.trained_modes,
+                 "trained_context": max(len(sample.tokens) for sample in samples), "formats": self.formats}
         with closing(self.source(folder=inputs["hidden_states"], layers=drafter.tap_layers)) as source:
             probes = [(sample.tokens, source.get(sample).taps.float())
-                      for sample in read_samples(inputs["responses"], "train")[:self.probe_rows]]
+                      for sample in samples[:self.probe_rows]]
             if drafter.estimates:
                 facts["confidence"] = self._calibrated(drafter.rounded(dtype), inputs["responses"], source)
         for form in self.formats:
             FORMATS[form].write(out / form, exported, serving, dtype)
             (out / form / "speculator.json").write_text(json.dumps(facts, indent=1) + "\n")
         gates = require(self._gates(drafter, probes, out, dtype))
+        made = provenance(inputs, self.recipe, self.command, self.target.source.commit,
+                          {key: getattr(self, key) for key in OWN})
         for form in self.formats:
-            (out / form / "README.md").write_text(model_card(form, facts, self.target.name))
+            write_provenance(out / form, made)
+            (out / form / "README.md").write_text(Card(form, facts, self.target.name, made).text())
         final = out.with_name(out.name.removesuffix(".partial"))  # where the folder will lie when finished
         first = self.formats[0]
         commands = FORMATS[first].commands(drafter.method, final / first, name, draft_lengths(facts))

@@ -31,7 +31,8 @@ from trainer.target_head import read_tensors, tensor_names, tensor_shapes
 
 RECORD, ADDED = "mtp.json", "model-mtp.safetensors"
 SMALL = (".json", ".jinja", ".model", ".txt", ".py", ".tiktoken")  # what a target has beside its weights
-OWN = ("README.md", "speculator.json", "made.json", "config.json", INDEX, RECORD)  # not taken from it
+OWN = ("README.md", "speculator.json", "provenance.json", "made.json", "config.json", INDEX,
+       RECORD)  # not taken from it
 
 
 class Changes(Format):

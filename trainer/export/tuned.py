@@ -15,12 +15,11 @@ from typing import Any
 
 from trainer import _folders
 from trainer.errors import UserError, first_line
-from trainer.export.card import default_line
+from trainer.export.card import TUNED, default_line, told_tuning
 from trainer.export.formats import FORMATS
 from trainer.export.serve_line import SCHEDULE, draft_lengths
 
 FILES = ("speculator.json", "config.json", "README.md")
-HEADING = "\n## Tuned\n"
 
 
 def exported_facts(folder: Path) -> dict[str, Any]:
@@ -72,7 +71,7 @@ def _write(folder: Path, tuned: dict[str, Any]) -> None:
     if card.is_file():
         text = _retold(card.read_text(encoding="utf-8"), before, facts)
         text = text.replace(default_line(before), default_line(facts))
-        _folders.write_text(card, text.partition(HEADING)[0] + HEADING + f"\n{_told(facts)}\n")
+        _folders.write_text(card, text.partition(TUNED)[0] + TUNED + f"\n{told_tuning(facts)}\n")
     _folders.write_json(described, facts)
 
 
@@ -87,16 +86,6 @@ def _retold(text: str, before: dict[str, Any], facts: dict[str, Any]) -> str:
     """A command, or a card with some, that said what was `before`; its owner may have changed the rest."""
     old, new = (json.dumps(draft_lengths(each))[1:-1] for each in (before, facts))
     return text.replace(old, new)
-
-
-def _told(facts: dict[str, Any]) -> str:
-    if not facts["speculate"]:
-        return "Do not speculate: over the measured traffic no draft length was faster than plain decoding."
-    batches = "; ".join(f"batches of {first} to {last}: K = {k}"
-                        for first, last, k in facts.get(SCHEDULE, []))
-    return (f"Of single draft lengths K = {facts['default_k']} is the best over the measured traffic"
-            f"{f' ({batches})' if batches else ''}; {facts['tuned_speedup']:.2f}x plain decoding is "
-            "expected.")
 
 
 def _read(path: Path) -> dict[str, Any]:

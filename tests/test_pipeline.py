@@ -191,6 +191,19 @@ def test_keys_that_a_stage_calls_idle_change_nothing(monkeypatch: pytest.MonkeyP
     assert folders(changed)["make"] != folders(settings())["make"]
 
 
+def test_a_setting_may_be_added_at_its_neutral_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was made before it existed is found again; any other value makes it anew."""
+    def made(**added: Any) -> str:
+        return fingerprint({"_target_": "t", "inner": {"_target_": "u", **added}}, 1, {}, {}, (),
+                           {"inner.threads": None})
+
+    assert made(threads=None) == made() != made(threads=2)
+    assert made(threads=None, other=None) != made()
+    before, larger = folders(settings()), folders(settings(size=4))
+    monkeypatch.setattr(Make, "neutral", {"size": 3})
+    assert folders(settings()) != before and folders(settings(size=4)) == larger
+
+
 def test_everything_that_decides_is_in_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = [folders(settings())["use"]]
     FACTS["input"] = "sha256 of a file"

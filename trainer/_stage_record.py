@@ -8,9 +8,10 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from trainer import __version__, _folders
@@ -22,10 +23,11 @@ PACKAGES = ("torch", "transformers", "safetensors", "hydra-core", "numpy")
 
 
 def fingerprint(settings: Any, version: int, external: dict[str, Any], inputs: dict[str, str],
-                idle: Collection[str] = ()) -> str:
+                idle: Collection[str] = (), neutral: Mapping[str, Any] = MappingProxyType({})) -> str:
     """sha256 of everything that decides the result, in canonical JSON. `idle` are keys within `settings` that
-    do not, as in "target.tap_layers"."""
-    facts = {"settings": _deciding(settings, idle), "version": version, "external": external,
+    do not, as in "target.tap_layers"; those of `neutral` do not while they have the value there, so that a
+    setting can be added and what was made without it is still found."""
+    facts = {"settings": _deciding(settings, idle, neutral), "version": version, "external": external,
              "inputs": inputs}
     return hashlib.sha256(json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
@@ -104,12 +106,16 @@ def say(name: str, record: dict[str, Any], seconds: float) -> None:
         print(f"  gate {gate}: {held['value']:.6g} {held['comparison']} {held['bound']:.6g}", flush=True)
 
 
-def _deciding(node: Any, idle: Collection[str] = (), place: str = "") -> Any:
+def _deciding(node: Any, idle: Collection[str] = (), neutral: Mapping[str, Any] = MappingProxyType({}),
+              place: str = "") -> Any:
     """What can change the result: nodes without their `runtime`, the keys that only steer the building, and
-    those that are `idle`. A dict without `_target_` is the user's own, whatever its keys are called."""
+    those that are `idle` or `neutral`. A dict without `_target_` is the user's own, whatever its keys are
+    called."""
     if isinstance(node, dict):
         ours = "_target_" in node
-        return {str(key): _deciding(value, idle, f"{place}{key}.") for key, value in node.items()
-                if f"{place}{key}" not in idle and (not ours or (
+        return {str(key): _deciding(value, idle, neutral, f"{place}{key}.") for key, value in node.items()
+                if f"{place}{key}" not in idle
+                and not (f"{place}{key}" in neutral and neutral[f"{place}{key}"] == value)
+                and (not ours or (
                     key != "runtime" and (not str(key).startswith("_") or key in ("_target_", "_args_"))))}
     return [_deciding(value) for value in node] if isinstance(node, list) else node

@@ -37,6 +37,7 @@ class Stage(ABC):
     version: ClassVar[int]  # raise it when the code changes the result
     uses: ClassVar[tuple[str, ...]] = ()  # stages whose folders it reads where they are finished, or in run
     idle: ClassVar[tuple[str, ...]] = ()  # keys of its settings, nested ones with dots, that decide nothing
+    neutral: ClassVar[Mapping[str, Any]] = {}  # keys, as in idle, by a value with which they do nothing
     lasting: ClassVar[bool] = True  # False: a view of how things are now, made anew every time
     sized: ClassVar[tuple[str, ...]] = ()  # globs of files with checksums of their own, or that may grow
 
@@ -155,7 +156,7 @@ def plan(settings: dict[str, Any]) -> list[Planned]:
                       if upstream in (*stage.after, *settings["run"]) or planned[upstream].state == "reuse"}
             node = masked(settings[name])
             deciding = {each: made for each, made in inputs.items() if stage.lasting or each in stage.after}
-            digest = fingerprint(node, stage.version, external, deciding, stage.idle)
+            digest = fingerprint(node, stage.version, external, deciding, stage.idle, stage.neutral)
             planned[name] = Planned(name, stage, node, digest, inputs, root / name / digest[:16])
     needed = _needed(stages, settings["run"])
     return [each for each in planned.values() if each.name in needed or each.state == "reuse"]

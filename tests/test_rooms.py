@@ -33,6 +33,7 @@ LAW: dict[str, set[str]] = {
     "progress": set(),
     "ranges": set(),
     "records": set(),
+    "page": set(),
     "kernels": set(),
     "vllm_plugin": {"kernels"},
     "target_fit": {"_fits", "_weight_files"},
@@ -41,7 +42,7 @@ LAW: dict[str, set[str]] = {
     "target_head": {"records", "target", "target_fit", "_weight_files"},
     "architectures": {"records", "kernels", "target_head"},
     "engines": {"records", "target", "target_fit", "_weight_files"},
-    "data": {"records", "pipeline", "target", "engines.base"},
+    "data": {"records", "pipeline", "target", "engines.base", "page"},
     "hidden_states": {"records", "pipeline", "target", "target_fit", "target_head", "data", "engines.base"},
     "training": {"records", "pipeline", "target", "target_head", "data", "hidden_states.base",
                  "hidden_states.prefetch", "architectures.base", "_folders", "_weight_files"},
@@ -50,7 +51,7 @@ LAW: dict[str, set[str]] = {
                "architectures.tensors", "training.build", "_folders", "_stage_record", "_weight_files"},
     "evaluate": {"records", "pipeline", "target", "target_head", "data", "engines.base", "architectures.base",
                  "export.formats", "export.calibration", "export.tuned", "training.build",
-                 "training.measuring", "kernels.select", "kernels.verification"},
+                 "training.measuring", "kernels.select", "kernels.verification", "page"},
 }
 # Packages from outside that only some files may import; a name of a room stands for the whole room.
 ONLY_IN = {

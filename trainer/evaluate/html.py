@@ -1,8 +1,8 @@
 """`report.json`, and the rows of a sweep, as one page that loads nothing: styles, figures and a few lines of
 script are inside it.
 
-The templates lie beside this file. Every value is escaped by the template engine; only the figures, which are
-ours, are not.
+The templates lie beside this file, their frame beside `page`. Every value is escaped by the template engine;
+only the figures, which are ours, are not.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import UserError
+from trainer.page import compact, duration, environment, moment, number
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -39,7 +40,7 @@ def render(report: dict, serve_commands: dict[str, str], drawings: dict[str, str
     failed = [name for name, gate in report["gates"].items() if not gate["passed"]]
     return _environment().get_template("report.html.jinja").render(
         report=report,
-        created=_moment(datetime.fromisoformat(report["created"])),
+        created=moment(datetime.fromisoformat(report["created"])),
         drawings={name: svg for name, svg in drawings.items() if svg},
         serve_commands=serve_commands,
         failed=failed,
@@ -54,7 +55,7 @@ def render(report: dict, serve_commands: dict[str, str], drawings: dict[str, str
 def render_sweep(sweep: dict[str, Any], title: str) -> str:
     """The page of a sweep alone."""
     return _environment().get_template("sweep_page.html.jinja").render(
-        sweep=sweep, title=title, created=_moment(datetime.now())
+        sweep=sweep, title=title, created=moment(datetime.now())
     )
 
 
@@ -62,56 +63,14 @@ def render_comparison(sweep: dict[str, Any], found: dict[str, Any], title: str) 
     """The page of several runs beside each other: `found` has their lines and notes, `sweep` what sweep_view
     made of all their rows."""
     return _environment().get_template("comparison.html.jinja").render(
-        sweep=sweep, found=found, title=title, created=_moment(datetime.now())
+        sweep=sweep, found=found, title=title, created=moment(datetime.now())
     )
 
 
 def _environment() -> Environment:
-    import jinja2
-
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-    )  # fmt: skip
-    filters = (number, compact, duration, yes_no, draft_length)
-    environment.filters |= {each.__name__: each for each in filters}
-    return environment
-
-
-def _moment(when: datetime) -> str:
-    return when.strftime("%d %B %Y, %H:%M")
-
-
-def number(value: float | None, digits: int) -> str:
-    """A number with fixed digits; empty where nothing was measured."""
-    return "" if value is None else f"{value:,.{digits}f}"
-
-
-def compact(value: object) -> str:
-    """A value as short as it can be read: 0.9987, 1.3e-06, 12,345, yes."""
-    if isinstance(value, bool):
-        return yes_no(value)
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        if value.is_integer() and abs(value) < 1e6:
-            return f"{value:,.0f}"
-        return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
-    return str(value)
-
-
-def duration(seconds: float) -> str:
-    """'8.2 s', '4 min 10 s', '1 h 05 min'."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-
-
-def yes_no(value: bool | None) -> str:
-    return "" if value is None else "yes" if value else "no"
+    found = environment(Path(__file__).parent)
+    found.filters[draft_length.__name__] = draft_length
+    return found
 
 
 def draft_length(row: dict) -> str:

@@ -22,6 +22,7 @@ from rich.text import Text
 from trainer.evaluate import figures, finished_stages, html, sweep_view, traffic
 from trainer.evaluate.doubts import NEAR_ONE, Doubts, left_out, of_code, of_training
 from trainer.evaluate.files import write_files
+from trainer.page import yes_no
 from trainer.pipeline import Stage
 from trainer.ranges import NotNegative
 
@@ -207,7 +208,7 @@ def print_tables(report: dict) -> None:
             html.number(row["baseline_tok_s"], 1),
             html.number(row["tok_s"], 1),
             html.number(row["speedup"], 2),
-            html.yes_no(row.get("lossless")),
+            yes_no(row.get("lossless")),
         )
     console.print(table)
     if report["gates"]:

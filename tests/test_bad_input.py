@@ -32,6 +32,10 @@ PROMPTS = {
     "blank lines": ("\n\n", "prompts.jsonl holds no prompt"),
     "malformed": ('{"turns": ["hello"]}\n{"turns": ["hello"\n', "prompts.jsonl, line 2: not valid JSON"),
     "no turns": ('{"text": "hello"}\n', 'prompts.jsonl, line 1: expected an object with "turns"'),
+    "half a character": ('{"turns": ["hi \\ud83d"]}\n', "prompts.jsonl, line 1: holds '\\ud83d', half of a"),
+    "a call without result": (json.dumps({"messages": [
+        {"role": "user", "content": "Rain?"}, {"role": "assistant", "tool_calls": [{"name": "look"}]},
+        {"role": "user", "content": "Well?"}]}) + "\n", "line 1: message 3 has role 'user', but 1 calls of"),
     "too long": (json.dumps({"turns": ["word " * 300]}) + '\n{"turns": ["hi"]}\n', "prompt row-1 has 15"),
 }
 
@@ -45,6 +49,22 @@ def test_bad_prompts(home: Home, capfd: pytest.CaptureFixture[str], case: str) -
                    "run=[prompts,responses]")
     assert expected in told(*result)
     assert not list(home.root.glob("responses/*/responses.jsonl"))
+
+
+def test_a_bad_prompt_among_many_is_left_out_and_named(home: Home, capfd: pytest.CaptureFixture[str]) -> None:
+    path = home.folder / "prompts.jsonl"
+    rows = [json.dumps({"turns": [f"What is {number} times {number + 7}?"],
+                        "split": "heldout" if number > 115 else "train"}) for number in range(120)]
+    path.write_text("\n".join([*rows, '{"turns": ["hello"', rows[0]]) + "\n")
+    given = ["prompts=jsonl", f"prompts.source.path={path}", "prompts.heldout=4", "prompts.limit=null"]
+    status, out, err = quick(home, capfd, *ALONE, *given, "prompts.duplicates.similarity=1", "run=[prompts]")
+    assert status == 0 and not err
+    assert f"prompts: left out: {path}, line 121: not valid JSON" in out
+    assert "prompts: 1 left out of training, repeats a training text (first: row-122, row-1)" in out
+    facts = json.loads((home.stage("prompts") / "prompts.json").read_text())
+    assert (facts["read"], facts["kept"], facts["heldout"], len(facts["bad"])) == (122, 120, 4, 1)
+    [dropped] = facts["dropped"]
+    assert (dropped["id"], dropped["of"]) == ("row-122", "row-1")
 
 
 def without_tokenizer(folder: Path) -> None:

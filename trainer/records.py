@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from torch import Tensor
 
@@ -17,7 +17,11 @@ from trainer.ranges import Above, AtMost, Count, Device, NotNegative, Seed
 
 @dataclass(frozen=True)
 class Prompt:
-    """One conversation to be answered: optional system text and the user's turns, in order."""
+    """One conversation to be answered: optional system text and the user's turns, in order.
+
+    `messages` has the whole of it where that is not all: tools are called, answers have reasoning. Then a
+    turn is the text of what stands before an answer, and an answer what its message says. `template` goes to
+    the chat template beside the target's own arguments: `tools`, the thinking mode of this conversation."""
 
     id: str
     turns: tuple[str, ...]
@@ -25,6 +29,8 @@ class Prompt:
     category: str = "chat"
     language: str = "en"
     answers: tuple[str, ...] = ()  # given answers, one a turn, for data that brings its own
+    messages: tuple[dict[str, Any], ...] = ()
+    template: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

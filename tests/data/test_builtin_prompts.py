@@ -14,6 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from trainer._paths import find
+from trainer._stage_record import fingerprint
+from trainer.compose import compose_configuration
+from trainer.data.duplicates import Duplicates
+from trainer.data.prompts import Builtin
+from trainer.pipeline import plan
+
 PROMPTS = Path(__file__).resolve().parents[2] / "trainer" / "data" / "builtin_prompts.jsonl"
 SHARES = {"chat": 0.40, "math": 0.22, "code": 0.18, "tools": 0.07, "multilingual": 0.13}
 FIELDS = {"id", "category", "language", "split", "turns"}
@@ -141,3 +148,24 @@ def test_the_comparison_sees_a_template_with_other_numbers(prompts: list[dict]) 
     for prompt in train[:20]:
         copy = {**prompt, "turns": [re.sub(r"\d+", "731", turn) for turn in prompt["turns"]]}
         assert closest([copy], train, 5, system=True)[0] > 0.5, prompt["id"]
+
+
+@pytest.mark.parametrize(("recipe", "limit", "heldout"), [("dflash_smollm2", 600, 64), ("smoke", 120, 16),
+                                                          ("eagle3_smollm2_full", None, 64)])
+def test_what_recipes_made_of_them_is_found_again(tmp_path: Path, recipe: str, limit: int | None,
+                                                  heldout: int) -> None:
+    """Settings that came later change no fingerprint while they do nothing: answers and states are kept."""
+    settings = compose_configuration([f"recipe={recipe}", f"run_root={tmp_path}", "run=[prompts]"],
+                                     find()).settings
+    [planned] = plan(settings)
+    source = {"_target_": "trainer.data.prompts.Builtin"}
+    first = {"_target_": "trainer.data.prompts.Prompts", "source": source, "limit": limit,
+             "heldout": heldout}
+    assert planned.fingerprint == fingerprint(first, 1, {"source": Builtin().fingerprint()}, {})
+
+
+def test_none_of_them_is_near_to_a_held_out_one() -> None:
+    rows = Builtin().all_rows()
+    train, heldout = ([prompt for prompt, name in rows if name == part] for part in ("train", "heldout"))
+    _, dropped = Duplicates(0.8).without(train, heldout)
+    assert {each.why for each in dropped} <= {"near a training text"}

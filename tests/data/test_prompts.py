@@ -6,15 +6,15 @@ import hashlib
 import json
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import datasets
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.prompts import Builtin, Datasets, Jsonl, Prompts, read_prompts, split, spread
+from trainer.data.duplicates import Duplicates
+from trainer.data.prompts import FACTS, Builtin, Jsonl, Prompts, read_prompts
+from trainer.data.splits import split, spread
 from trainer.errors import UserError
 from trainer.records import Prompt
 
@@ -26,10 +26,11 @@ def write(folder: Path, *rows: Any) -> Jsonl:
     return Jsonl(str(path))
 
 
-def run(source: Jsonl, folder: Path, limit: int | None = None, heldout: int = 0) -> list[tuple[Prompt, str]]:
+def run(source: Jsonl, folder: Path, limit: int | None = None, heldout: int = 0, max_bad_share: float = 0.0,
+        duplicates: Duplicates | None = None) -> list[tuple[Prompt, str]]:
     out = folder / "out"
     out.mkdir(exist_ok=True)
-    record = Prompts(source, limit, heldout).run({}, out)
+    record = Prompts(source, limit, heldout, max_bad_share, duplicates).run({}, out)
     rows = read_prompts(out)
     assert (record["train"], record["heldout"]) == tuple(sum(name == part for _, name in rows)
                                                          for part in ("train", "heldout"))
@@ -91,6 +92,10 @@ def test_any_text_comes_back_as_it_was(tmp_path: Path) -> None:
     ('{"messages": [{"role": "user", "content": "a"}], "answers": []}',
      'line 2: "answers" stands beside "messages"'),
     ('{"turns": null}', 'line 2: "turns" must be a list of texts'),
+    (json.dumps({"turns": ["a\0b"]}), "line 2: holds a NUL character, which is no text"),
+    (json.dumps({"turns": ["a"], "answers": ["b\0"]}), "line 2: holds a NUL character"),
+    (json.dumps({"turns": ["a"], "chat_template_kwargs": {"x": "\0"}}), "line 2: holds a NUL character"),
+    ('{"turns": ["a"], "chat_template_kwargs": 1}', 'line 2: "chat_template_kwargs" must be an object'),
     pytest.param('{"turns": ["a"], "category": ' + "[" * 300 + "]" * 300 + "}",
                  'line 2: "category" must be a text', id="deep"),
     pytest.param('{"turns": ' + "[" * 100_000 + "]" * 100_000 + "}", "line 2: holds lists nested too deeply",
@@ -118,19 +123,52 @@ def test_a_bad_row_is_refused_with_its_line(tmp_path: Path, line: str, said: str
 
 
 @pytest.mark.parametrize(("content", "said"), [
-    (b"", "holds no prompt"), (b"\n  \n", "holds no prompt"), (b'{"turns": ["caf\xe9"]}\n', "cannot be read"),
+    (b"", "holds no prompt"), (b"\n  \n", "holds no prompt"),
+    (b'{"turns": ["caf\xe9"]}\n', r", line 1: is no UTF-8 \(byte 16\)"),
     (None, "cannot be read")])
 def test_a_file_that_holds_no_prompts_is_refused(tmp_path: Path, content: bytes | None, said: str) -> None:
     path = tmp_path / "file.jsonl"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(UserError, match=f"{path} {said}"):
-        Jsonl(str(path)).rows()
+    with pytest.raises(UserError, match=f"{path} ?{said}"):
+        Jsonl(str(path)).all_rows()
+
+
+GOOD = [{"turns": [f"a question with the number {number}"]} for number in range(98)]
+ODD = [*GOOD[:40], "{not json", *GOOD[40:], {"turns": ["half \ud83d"]}]
+
+
+def test_few_bad_rows_are_left_out_named_and_counted(tmp_path: Path,
+                                                     capsys: pytest.CaptureFixture[str]) -> None:
+    rows = run(write(tmp_path, *ODD), tmp_path, max_bad_share=0.02)
+    assert [prompt.turns for prompt, _ in rows] == [tuple(row["turns"]) for row in GOOD]
+    facts = json.loads((tmp_path / "out" / FACTS).read_text())
+    assert (facts["read"], facts["kept"], facts["dropped"]) == (100, 98, [])
+    places = [what.partition(": ")[0] for what in facts["bad"]]
+    assert places == [f"{tmp_path / 'prompts.jsonl'}, line {number}" for number in (41, 100)]
+    assert "half of a surrogate pair" in facts["bad"][1]
+    assert capsys.readouterr().out.splitlines() == [f"prompts: left out: {what}" for what in facts["bad"]]
+
+
+def test_more_bad_rows_than_allowed_stop_the_run(tmp_path: Path) -> None:
+    said = (r"line 41: not valid JSON .*; 1 more of the 100 rows are bad as well "
+            r"\(prompts.max_bad_share=0.01 allows for 1\)$")
+    with pytest.raises(UserError, match=said):
+        run(write(tmp_path, *ODD), tmp_path, max_bad_share=0.01)
+    with pytest.raises(UserError, match="no row of the source is a conversation"):
+        run(write(tmp_path, "{not json"), tmp_path, max_bad_share=1.0)
+
+
+def test_a_line_of_ten_megabytes_is_no_conversation(tmp_path: Path) -> None:
+    source = write(tmp_path, {"turns": ["a"]}, {"turns": ["word " * (2 << 20)]})
+    bad: list[str] = []
+    assert len(source.rows(bad)) == 1
+    assert len(bad) == 1 and "line 2: has 10,485,776 bytes, more than any target reads (8,388,608)" in bad[0]
 
 
 def test_a_missing_file_is_named_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read .*give a JSONL file"):
-        Prompts(Jsonl(str(tmp_path / "none.jsonl")), None, 0).external()
+        Prompts(Jsonl(str(tmp_path / "none.jsonl")), None, 0, 0.0, None).external()
 
 
 def test_keys_that_nothing_reads_are_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,82 +270,15 @@ def test_repeated_texts_are_counted_and_named(tmp_path: Path, capsys: pytest.Cap
         ("d", "two", None, "train"), ("e", "one", "Be brief.", "train"), ("f", "one", "", "heldout"))]
     out = tmp_path / "out"
     out.mkdir()
-    record = Prompts(write(tmp_path, *rows), None, 1).run({}, out)
+    record = Prompts(write(tmp_path, *rows), None, 1, 0.0, None).run({}, out)
     kept = read_prompts(out)
     assert (names(kept, "train"), names(kept, "heldout")) == (["c", "d", "e"], ["b"])
     assert (record["repeated"], record["left_out"], record["left_out_ids"]) == (3, 2, ["a", "f"])
     assert "3 rows repeat the text of an earlier one (a = b = f; c = d)" in capsys.readouterr().out
 
 
-TABLE = [{"question": "one?", "turns": ["a", "b"], "talk": [{"role": "user", "content": "x"},
-                                                            {"role": "assistant", "content": "y"}]},
-         {"question": "two?", "turns": ["c"], "talk": [{"role": "user", "content": "z"}]}]
-
-
-@pytest.mark.parametrize(("column", "expected"), [
-    ("question", [Prompt("row-1", ("one?",)), Prompt("row-2", ("two?",))]),
-    ("turns", [Prompt("row-1", ("a", "b")), Prompt("row-2", ("c",))]),
-    ("talk", [Prompt("row-1", ("x",), answers=("y",)), Prompt("row-2", ("z",))])])
-def test_a_column_of_a_data_set_holds_texts_turns_or_messages(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, column: str, expected: list[Prompt]) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in TABLE))
-    source = Datasets(str(tmp_path), None, "train", column, "main")
-    assert source.rows() == [(prompt, None) for prompt in expected]
-
-
-@pytest.mark.parametrize(("split", "column", "said"), [
-    ("train", "answer", "prompts.source.column answer is not in .*; it has question, turns, talk"),
-    ("test", "question", r"prompts.source.name .* \(split test\) cannot be loaded")])
-def test_a_data_set_without_what_is_asked_for_is_named(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: str, column: str, said: str) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in TABLE))
-    with pytest.raises(UserError, match=said):
-        Datasets(str(tmp_path), None, split, column, "main").rows()
-
-
-def test_a_local_data_set_is_known_by_its_files(tmp_path: Path) -> None:
-    path = tmp_path / "data.jsonl"
-    path.write_text('{"question": "one?"}\n')
-    source = Datasets(str(tmp_path), None, "train", "question", "main")
-    before = source.fingerprint()
-    assert source.fingerprint() == before
-    path.write_text('{"question": "two?"}\n')
-    changed = source.fingerprint()
-    path.rename(tmp_path / "other.jsonl")
-    assert len({before, changed, source.fingerprint()}) == 3
-    assert Datasets("someone/set", None, "train", "question", "3f2a1b").fingerprint() == "3f2a1b"
-
-
-@pytest.mark.parametrize(("revision", "looked_up"), [("main", True), ("c" * 40, False)])
-def test_of_a_branch_the_commit_is_fetched_and_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                        revision: str, looked_up: bool) -> None:
-    asked: list[Any] = []
-
-    def dataset_info(self: Any, name: str, revision: str) -> Any:
-        asked.append((name, revision))
-        return SimpleNamespace(sha="c" * 40)
-
-    def load_dataset(name: str, config: str | None, split: str, revision: str) -> Any:
-        assert revision == "c" * 40
-        return datasets.Dataset.from_dict({"question": ["one?", "two?"]})
-
-    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", dataset_info)
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    record = Prompts(Datasets("some/set", None, "train", "question", revision), None, 0).run({}, tmp_path)
-    assert record["commit"] == "c" * 40 and asked == ([("some/set", "main")] if looked_up else [])
-
-
-def test_a_branch_that_cannot_be_looked_up_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(UserError, match="^prompts.source.revision=main of some/set could not be looked up "
-                                        ".*; check the name, .* or name a commit"):
-        Datasets("some/set", None, "train", "question", "main").rows()
-
-
 def test_the_built_in_prompts_have_a_split_of_their_own(tmp_path: Path) -> None:
-    rows = Builtin().rows()
+    rows = Builtin().all_rows()
     train, heldout = ({prompt.id for prompt, name in rows if name == part} for part in ("train", "heldout"))
     assert len(heldout) >= 64 and len(train) >= 400 and len(train | heldout) == len(rows)
 
@@ -315,7 +286,7 @@ def test_the_built_in_prompts_have_a_split_of_their_own(tmp_path: Path) -> None:
 def test_the_built_in_prompts_come_through_as_they_are(tmp_path: Path,
                                                        capsys: pytest.CaptureFixture[str]) -> None:
     """A change here makes every recipe's answers anew."""
-    record = Prompts(Builtin(), None, 64).run({}, tmp_path)
+    record = Prompts(Builtin(), None, 64, 0.0, None).run({}, tmp_path)
     assert (record["train"], record["heldout"], record["repeated"], record["left_out"]) == (1338, 64, 0, 0)
     assert capsys.readouterr().out == ""
     digest = hashlib.sha256((tmp_path / "prompts.jsonl").read_bytes()).hexdigest()

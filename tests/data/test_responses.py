@@ -35,7 +35,7 @@ def prompts(folder: Path, rows: list[dict[str, Any]], heldout: int = 0) -> dict[
     source, out = folder / "source.jsonl", folder / "prompts"
     out.mkdir(parents=True)
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    Prompts(Jsonl(str(source)), None, heldout).run({}, out)
+    Prompts(Jsonl(str(source)), None, heldout, 0.0, None).run({}, out)
     return {"prompts": out}
 
 
@@ -278,3 +278,47 @@ def test_a_sequence_has_positions_in_the_target(tiny_target: Target) -> None:
     with pytest.raises(UserError, match="target.max_length=3000 is more than"):
         AsGiven(replace(tiny_target, max_length=3000), 3000).preflight()
     Regenerate(tiny_target, engine(max_length=2048), sampling, NO_OWN, More(0, 0.8, 1.0), "error").preflight()
+
+
+LOOK = {"name": "look", "parameters": {"type": "object"}}
+CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"at": "sky"}'}}
+ERRAND = [{"role": "user", "content": "Rain?"}, {"role": "assistant", "content": "", "tool_calls": [CALL]},
+          {"role": "tool", "tool_call_id": "c", "content": "wet"},
+          {"role": "assistant", "content": "It rains."}, {"role": "user", "content": "Sure?"},
+          {"role": "assistant", "content": "Yes."}]
+TOOLS = ("{% for t in tools or [] %}{{ t.function.name }};{% endfor %}{% for m in messages %}<|im_start|>"
+         "{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
+         "{{ c.function.arguments | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+
+
+@pytest.fixture(scope="module")
+def handy(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """The tiny target with a template that shows tools and calls."""
+    made = copied(tiny_target, tmp_path_factory.mktemp("made") / "target")
+    (made.folder / "chat_template.jinja").write_text(TOOLS)
+    return made
+
+
+def test_a_result_follows_the_call_that_it_belongs_to(handy: Target, tmp_path: Path) -> None:
+    """The target answers each time; what it says in place of a call that has a result is not gone on from."""
+    inputs = prompts(tmp_path, [{"id": "a", "messages": ERRAND, "tools": [LOOK]}])
+    _, rows = ask(handy, inputs, tmp_path / "out")
+    texts = [handy.tokenizer.decode(row["prompt"]) for row in rows]
+    opened, end = "<|im_start|>assistant\n", "<|im_end|>\n"
+    assert [row["id"] for row in rows] == ["a#0", "a#1", "a#2"]
+    assert texts[0] == f"look;<|im_start|>user\nRain?{end}{opened}"
+    assert texts[1] == f'{texts[0]}{{"at": "sky"}}{end}<|im_start|>tool\nwet{end}{opened}'
+    own = handy.tokenizer.decode(rows[1]["tokens"], skip_special_tokens=True)
+    assert own != "It rains."
+    assert texts[2] == f"{texts[1]}{own}{end}<|im_start|>user\nSure?{end}{opened}"
+
+
+def test_given_answers_with_calls_are_one_row(handy: Target, tmp_path: Path) -> None:
+    inputs = prompts(tmp_path, [{"id": "a", "messages": ERRAND, "tools": [LOOK]}])
+    out = tmp_path / "out"
+    out.mkdir()
+    AsGiven(handy, 512).run(inputs, out)
+    [sample] = read_samples(out, "train")
+    learnt = [token for token, flag in zip(sample.tokens, sample.loss_mask, strict=True) if flag]
+    assert handy.tokenizer.decode(learnt) == '{"at": "sky"}<|im_end|>It rains.<|im_end|>Yes.<|im_end|>'

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from trainer.data.chat import Chat, messages_of
+from trainer.data.chat import Chat
 from trainer.data.response_rows import GroupFile
 from trainer.engines.base import TargetEngine
 from trainer.errors import UserError
@@ -79,7 +79,7 @@ class OwnPrompts:
             text = chat.tokenizer.decode(row["tokens"], skip_special_tokens=True).strip()
             plain = " ".join(text.split())
             prompt = Prompt(row["id"], (text,), category=CATEGORY, language="und")
-            fits = len(chat.prompt(messages_of(prompt, []))) <= longest  # its text may be cut otherwise again
+            fits = len(chat.asked(prompt, [])) <= longest  # its text may be cut otherwise again
             if row["finish_reason"] == "stop" and plain and plain not in seen and fits:
                 seen.add(plain)
                 found.append(prompt)

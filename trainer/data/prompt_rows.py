@@ -8,29 +8,39 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from trainer.data import messages
+from trainer.data.row_forms import plain
 from trainer.errors import UserError
 from trainer.records import Prompt
 
 Row = tuple[Prompt, str | None]  # a prompt and, where the source says so, its split
-KEYS = ("id", "turns", "messages", "system", "answers", "category", "language", "split")
+KEYS = ("id", "turns", "messages", "conversations", "request", "response", "system", "answers", "tools",
+        "chat_template_kwargs", "category", "language", "split")
+
+LONGEST = 8 << 20  # bytes of a line; a text of a million tokens has half of it
 
 
-def parse_all(values: Iterable[tuple[int, Any]], place: str,
+def parse_all(values: Iterable[tuple[str, int, Any]], bad: list[str],
               load: Callable[[Any, str], Any] = lambda value, where: value) -> list[Row]:
-    """Rows of (number, value), which `load` makes an object. Refuses a repeated id: it would make two rows
-    one in every later stage. Keys that nothing reads are told."""
+    """Rows of (place, number, value), which `load` makes an object. What is none is left out, and said in
+    `bad`; so is a repeated id: it would make two rows one in every later stage. Keys that nothing reads are
+    told."""
     rows: list[Row] = []
     places: dict[str, str] = {}
     unread: Counter[str] = Counter()
-    for number, value in values:
-        where = f"{place} {number}"
-        row = load(value, where)
-        rows.append(parse_object(row, where, number))
+    for where, number, value in values:
+        try:
+            row = plain(load(value, where), where)
+            parsed = parse_object(row, where, number)
+            name = parsed[0].id
+            if name in places:
+                raise UserError(f"{where}: the id {name!r} is that of {places[name]} already; ids must be "
+                                "unique, rename one of them")
+        except UserError as error:
+            bad.append(str(error))
+            continue
+        rows.append(parsed)
         unread.update(_unread(row))
-        name = rows[-1][0].id
-        if name in places:
-            raise UserError(f"{where}: the id {name!r} is that of {places[name]} already; ids must be "
-                            "unique, rename one of them")
         places[name] = where
     if unread:
         named = ", ".join(f"{reprlib.repr(name)} in {count}" for name, count in unread.most_common(5))
@@ -39,10 +49,24 @@ def parse_all(values: Iterable[tuple[int, Any]], place: str,
     return rows
 
 
-def parse_line(line: str, where: str) -> Any:
+def require_few(bad: list[str], good: int, share: float) -> None:
+    """Raises UserError when more than `share` of all rows are `bad`."""
+    total = len(bad) + good
+    if len(bad) > share * total:
+        others = f"; {len(bad) - 1} more of the {total} rows are bad as well" if len(bad) > 1 else ""
+        allowed = f" (prompts.max_bad_share={share:g} allows for {int(share * total)})" if share else ""
+        raise UserError(f"{bad[0]}{others}{allowed}")
+
+
+def parse_line(line: bytes, where: str) -> Any:
     """The object of a JSONL line."""
+    if len(line) > LONGEST:
+        raise UserError(f"{where}: has {len(line):,} bytes, more than any target reads ({LONGEST:,}); cut "
+                        "it, or write one conversation a line")
     try:
-        return json.loads(line, object_pairs_hook=lambda pairs: _once(pairs, where))
+        return json.loads(line.decode(), object_pairs_hook=lambda pairs: _once(pairs, where))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: is no UTF-8 (byte {error.start + 1}); save the file as UTF-8") from error
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: not valid JSON ({error.msg} at column {error.colno}); write one JSON "
                         "object a line") from error
@@ -65,8 +89,7 @@ def _once(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
 
 def _unread(row: dict[str, Any]) -> set[str]:
     """The keys of a row that was parsed which mean nothing here."""
-    inside = {f"messages.{name}" for message in row.get("messages") or () for name, value in message.items()
-              if value is not None and name not in ("role", "content")}
+    inside = messages.unread(row.get("messages") or [])
     return inside | {name for name, value in row.items() if value is not None and name not in KEYS}
 
 
@@ -86,42 +109,39 @@ def parse_object(row: Any, where: str, number: int) -> Row:
         raise UserError(f'{where}: "split" must be "train" or "heldout", found {reprlib.repr(name)}')
     if not isinstance(key, str | int) or isinstance(key, bool):
         raise UserError(f'{where}: "id" must be a text or a whole number, found {reprlib.repr(key)}')
-    system, turns, answers = _from_messages(row["messages"], where) if "messages" in row else \
-        (row.get("system"), row.get("turns"), row.get("answers", []))
-    if not _are_texts(turns) or not turns or not all(turn.strip() for turn in turns):
+    system, turns, answers, whole = messages.conversation(row["messages"], where) if "messages" in row else \
+        (row.get("system"), row.get("turns"), row.get("answers", []), ())
+    if not _are_texts(turns) or not turns or not (whole or all(turn.strip() for turn in turns)):
         raise UserError(f'{where}: "turns" must be a list of texts that are not empty, found '
                         f'{reprlib.repr(turns)}')
     if not _are_texts(answers) or len(answers) > len(turns):
         raise UserError(f'{where}: "answers" must be a list of texts, at most one for each of the '
                         f'{len(turns)} turns, found {reprlib.repr(answers)}')
     prompt = Prompt(str(key), tuple(turns), system, row.get("category", "chat"), row.get("language", "en"),
-                    tuple(answers))
+                    tuple(answers), whole, _template(row, where))
     _require_text(prompt, where)
     return prompt, name
 
 
+def _template(row: dict[str, Any], where: str) -> dict[str, Any]:
+    """What the chat template is given for this row, beside the target's own arguments."""
+    found = row.get("chat_template_kwargs", {})
+    if not isinstance(found, dict):
+        raise UserError(f'{where}: "chat_template_kwargs" must be an object, found {reprlib.repr(found)}')
+    return {**found, "tools": messages.tools(row["tools"], where)} if row.get("tools") else found
+
+
 def _require_text(prompt: Prompt, where: str) -> None:
+    beside = json.dumps([prompt.messages, prompt.template], ensure_ascii=False).replace("\\u0000", "\0")
+    whole = "\n".join([prompt.id, prompt.system or "", prompt.category, prompt.language, *prompt.turns,
+                       *prompt.answers, beside])
     try:
-        "\0".join([prompt.id, prompt.system or "", prompt.category, prompt.language, *prompt.turns,
-                   *prompt.answers]).encode()
+        whole.encode()
     except UnicodeEncodeError as error:
         raise UserError(f"{where}: holds {error.object[error.start]!r}, half of a surrogate pair, which is "
                         "no text; write the whole character") from error
-
-
-def _from_messages(messages: Any, where: str) -> tuple[str | None, list[str], list[str]]:
-    """OpenAI messages -> system text, user turns, given answers. User and assistant alternate."""
-    if not isinstance(messages, list) or not all(
-            isinstance(m, dict) and _are_texts([m.get("role"), m.get("content")]) for m in messages):
-        raise UserError(f'{where}: "messages" must be a list of objects with "role" and a text "content"')
-    system = messages[0]["content"] if messages and messages[0]["role"] == "system" else None
-    rest = messages[1:] if system is not None else messages
-    for index, message in enumerate(rest):
-        expected = "assistant" if index % 2 else "user"
-        if message["role"] != expected:
-            raise UserError(f'{where}: message {index + 1} has role {message["role"]!r}, expected '
-                            f"{expected!r}; user and assistant must alternate")
-    return system, [m["content"] for m in rest[::2]], [m["content"] for m in rest[1::2]]
+    if "\0" in whole:
+        raise UserError(f"{where}: holds a NUL character, which is no text; take it out")
 
 
 def _are_texts(value: Any) -> bool:

@@ -13,10 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rich import print as rich_print
-from rich.text import Text
-
-from trainer.data.chat import coloured
 from trainer.errors import UserError, first_line
 from trainer.records import Sample
 from trainer.target import Target
@@ -115,8 +111,8 @@ def read_samples(folder: Path, split: str) -> list[Sample]:
 
 
 def describe(rows: list[Row], target: Target, dropped: list[str]) -> dict[str, Any]:
-    """The numbers of the stage's record; prints the supervised share and one row; refuses rows of which
-    nothing can be learnt."""
+    """The numbers of the stage's record; prints the supervised share; refuses rows of which nothing can be
+    learnt."""
     cut = [row["id"] for row in rows if row["finish_reason"] == "length"]
     masks = {row["id"]: mask_of(row) for row in rows}
     empty = [row["id"] for row in rows if sum(masks[row["id"]]) - (row["finish_reason"] != "length") <= 0]
@@ -128,10 +124,6 @@ def describe(rows: list[Row], target: Target, dropped: list[str]) -> dict[str, A
         raise UserError(f"of the {tokens} tokens in {len(rows)} rows {supervised} are supervised, and none "
                         "of them is more than the end of an answer: the template of "
                         f"{target.tokenizer.name_or_path} hides the answers, or the target gives none")
-    nothing, tokenizer = set(empty), target.tokenizer
-    shown = next(row for row in rows if row["id"] not in nothing)
-    rich_print(Text.assemble((f"{shown['id']}, supervised tokens in ", "dim"), ("green", "bold green"), ":\n",
-                             coloured(tokenizer, shown["prompt"] + shown["tokens"], masks[shown["id"]])))
     remarks = {"reached the limit of tokens": cut, "are empty": empty, "were too long and left out": dropped}
     print(f"supervised: {supervised} of {tokens} tokens ({supervised / tokens:.1%}) in {len(rows)} rows"
           + "".join(f"; {len(found)} {what}" for what, found in remarks.items() if found))

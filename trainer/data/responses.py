@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from trainer.data.chat import Chat, messages_of
+from trainer.data import report
+from trainer.data.chat import Chat
 from trainer.data.own_prompts import OwnPrompts
 from trainer.data.prompts import read_prompts
 from trainer.data.response_rows import RESPONSES, GroupFile, Row, describe, read_rows, read_samples
@@ -28,6 +29,7 @@ from trainer.ranges import Above, Amount, AtMost, SequenceLength
 from trainer.records import Prompt, Sampling
 from trainer.target import Target
 
+TOO_LONG = "longer than target.max_length"
 Placed = tuple[Prompt, str]  # with the split that it belongs to: train or heldout
 
 
@@ -98,7 +100,7 @@ class Regenerate(Stage):
         found, answer = [], self.sampling.max_new_tokens
         for prompt, _ in [*prompts, *self.more.of(prompts)]:
             for turn in range(len(prompt.turns)):
-                asked = len(chat.prompt(messages_of(prompt, [""] * turn))) + turn * answer
+                asked = len(chat.asked(prompt, [""] * turn)) + turn * answer
                 total = min(asked + answer, self.engine.max_length)
                 found.append(Length(f"{prompt.id}#{turn}", total, min(answer, total)))
         if self.own.prompts:
@@ -128,14 +130,15 @@ class Regenerate(Stage):
                     writer.append(rows)
                     tokens = sum(len(row["tokens"]) for row in rows)
                     bar.advance(len(rows), **{"tokens/s": tokens / max(seconds, 1e-6)})
-        return {**describe(list(writer.rows.values()), self.target, sorted(dropped)),
-                "own_prompts": len(own), "own_left_out": self.own.prompts - len(own),
-                "turns_without_room": total - len(writer.rows)}
+        answered = list(writer.rows.values())
+        report.write(out, inputs["prompts"], answered, {TOO_LONG: sorted(dropped)}, self.target)
+        return {**describe(answered, self.target, sorted(dropped)), "own_prompts": len(own),
+                "own_left_out": self.own.prompts - len(own), "turns_without_room": total - len(writer.rows)}
 
     def _too_long(self, chat: Chat, prompts: list[Placed]) -> set[str]:
         dropped = set()
         for prompt, _ in prompts:
-            length = len(chat.prompt(messages_of(prompt, [])))
+            length = len(chat.asked(prompt, []))
             if length >= self.engine.max_length:
                 if self.too_long == "error":
                     raise UserError(f"prompt {prompt.id} has {length} tokens, which leaves no room for an "
@@ -166,7 +169,7 @@ class Regenerate(Stage):
             if None in answered:
                 continue  # an earlier turn of it had no room
             answers = [chat.tokenizer.decode(row["tokens"], skip_special_tokens=True) for row in answered]
-            ids = chat.prompt(messages_of(prompt, answers))
+            ids = chat.asked(prompt, answers)
             if len(ids) >= self.engine.max_length:
                 continue  # only a later turn gets here: the history outgrew the limit, its earlier turns stay
             questions.append({"id": f"{prompt.id}#{turn}", "split": name, "category": prompt.category,
@@ -223,15 +226,14 @@ class AsGiven(Stage):
         """The given answers, exactly, and those too that are too long."""
         chat = Chat.of(self.target)
         return [Length(f"{prompt.id}#{number}", len(ids), sum(mask)) for prompt, _ in prompts
-                for number, (ids, mask) in enumerate(chat.supervised(messages_of(prompt,
-                                                                                 list(prompt.answers))))]
+                for number, (ids, mask) in enumerate(chat.given(prompt))]
 
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
         chat = Chat.of(self.target)
         rows: list[Row] = []
         dropped = []
         for prompt, name in self._answered(inputs["prompts"]):
-            for number, (ids, mask) in enumerate(chat.supervised(messages_of(prompt, list(prompt.answers)))):
+            for number, (ids, mask) in enumerate(chat.given(prompt)):
                 if len(ids) > self.max_length:
                     dropped.append(prompt.id)
                     continue
@@ -242,6 +244,7 @@ class AsGiven(Stage):
             raise UserError(f"all {len(dropped)} conversations are longer than responses.max_length="
                             f"{self.max_length}; raise target.max_length, which sets it")
         (out / RESPONSES).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        report.write(out, inputs["prompts"], rows, {TOO_LONG: dropped}, self.target)
         return describe(rows, self.target, dropped)
 
 
@@ -268,7 +271,9 @@ class Stored(Stage):
         print(f"responses: taken from {self._file()} with its own split; prompts.* decides only what "
               "evaluate asks", flush=True)
         shutil.copyfile(self._file(), out / RESPONSES)
-        return describe([*read_rows(out)], self.target, [])
+        rows = [*read_rows(out)]
+        report.write(out, None, rows, {}, self.target)
+        return describe(rows, self.target, [])
 
     def longest(self, prompts: Sequence[Placed]) -> list[Length]:
         """The stored answers, exactly, whatever the prompts."""

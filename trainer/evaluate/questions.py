@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from trainer.data.chat import Chat, messages_of
-from trainer.data.prompts import spread
+from trainer.data.chat import Chat
 from trainer.data.response_rows import read_samples
+from trainer.data.splits import spread
 from trainer.errors import UserError
 from trainer.records import Prompt
 
@@ -45,7 +45,7 @@ def unready(reader: str, form: str, stages: Mapping[str, Any], otherwise: str | 
 
 def asked(chat: Chat, prompts: Iterable[Prompt]) -> list[Question]:
     """The first turn of each."""
-    return [(prompt.id, prompt.category, chat.prompt(messages_of(prompt, []))) for prompt in prompts]
+    return [(prompt.id, prompt.category, chat.asked(prompt, [])) for prompt in prompts]
 
 
 def choose(found: list[Question], count: int, trained: list[str],

@@ -170,7 +170,7 @@ class Sweep(Stage):
     def _kinds(self, folder: Path) -> dict[str, list[Prompt]]:
         """Prompts by the kind that a row names."""
         if self.files:
-            return {Path(each).stem: [prompt for prompt, _ in Listed(each).rows()] for each in self.files}
+            return {Path(each).stem: [prompt for prompt, _ in Listed(each).all_rows()] for each in self.files}
         kinds: dict[str, list[Prompt]] = {}
         for prompt, split in read_prompts(folder):
             if split == "heldout":

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from trainer.architectures.base import Drafter
-from trainer.data.prompts import spread
+from trainer.data.splits import spread
 from trainer.engines.base import TargetEngine
 from trainer.evaluate.decode import Counts, decode, replay
 from trainer.export.formats import FORMATS, FormatName, Serving

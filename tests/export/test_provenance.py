@@ -33,7 +33,7 @@ def finished(root: Path, name: str, *upstream: str, **changes: Any) -> Path:
 
 @pytest.fixture
 def inputs(tmp_path: Path) -> dict[str, Path]:
-    finished(tmp_path, "prompts", record={"commit": "b" * 40})
+    finished(tmp_path, "prompts")
     responses = finished(tmp_path, "responses", "prompts")
     states = finished(tmp_path, "hidden_states", "responses")
     train = finished(tmp_path, "train", "responses", "hidden_states", commit="a" * 40,
@@ -68,8 +68,7 @@ def test_the_command_leaves_out_the_machine_and_pins_branches(inputs: dict[str, 
              "export.hub={repo: me/mine}", "+train.more='a b'", "run_rooty=1"]
     found = provenance(inputs, "some", json.dumps(words), "c" * 40, OWN)["repeat"]
     assert shlex.split(found) == ["python", "-m", "trainer", "recipe=some", "train.epochs=2",
-                                  "+train.more='a b'", "run_rooty=1", f"target.source.revision={'c' * 40}",
-                                  f"prompts.source.revision={'b' * 40}"]
+                                  "+train.more='a b'", "run_rooty=1", f"target.source.revision={'c' * 40}"]
 
 
 def test_no_password_gets_into_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,13 +27,11 @@ def provenance(inputs: Mapping[str, Path], recipe: str | None, command: str | No
     """Its content. `command` is a JSON list of words, `own` the settings of the export. What a stage was run
     by is told where that is not what ran the export."""
     records, here = _records(inputs), made_by()
-    pins = {"target.source.revision": target_commit,
-            "prompts.source.revision": records.get("prompts", {}).get("record", {}).get("commit")}
     stages = {}
     for name, record in records.items():
         other = {key: record[key] for key in MADE_BY if key in record and record[key] != here[key]}
         stages[name] = {key: record[key] for key in KEPT if key in record} | other
-    found = {"recipe": recipe, "repeat": _repeat(recipe, command, pins), **here, "stages": stages,
+    found = {"recipe": recipe, "repeat": _repeat(recipe, command, target_commit), **here, "stages": stages,
              "export": own}
     home = str(Path.home())
     text = json.dumps(found)
@@ -67,11 +65,12 @@ def _records(inputs: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _repeat(recipe: str | None, command: str | None, pins: Mapping[str, str | None]) -> str | None:
-    """The command line without what is of one machine alone, and with the commits that branches led to."""
+def _repeat(recipe: str | None, command: str | None, target_commit: str | None) -> str | None:
+    """The command line without what is of one machine alone, and with the commit that the target's branch led
+    to; that of prompts is in their settings."""
     if command is None:
         return None
-    pinned = {key: commit for key, commit in pins.items() if commit}
+    pinned = {} if target_commit is None else {"target.source.revision": target_commit}
     words = [word for word in json.loads(command) if not any(
         f"{word.partition('=')[0].lstrip('+~')}.".startswith(f"{key}.") for key in (*OF_THE_PLACE, *pinned))]
     chosen = [] if recipe is None else [f"recipe={recipe}"]

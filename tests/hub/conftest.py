@@ -8,17 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from hub_support import TOKEN, Hub, place
-from safetensors.torch import save_file
-from tiny import OFFLINE, dflash, finished_inputs, make_dflash, random_samples, uneven
+from hub_support import TOKEN, Hub, export_for
 
-from trainer.export.stage import Export
 from trainer.target import Target
-from trainer.training import checkpoint
-from trainer.training.build import save_counts
-
-SETTINGS = {"layers": 1, "block_size": 8}
 
 
 @pytest.fixture
@@ -47,17 +39,4 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 @pytest.fixture(scope="session")
 def exported(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished stage export of a random drafter, for a target that is said to be published."""
-    folder = tmp_path_factory.mktemp("exported")
-    train, counts = folder / "train", torch.arange(320).flip(0)
-    train.mkdir()
-    save_counts(train, counts)
-    save_file(checkpoint.trained(uneven(dflash(tiny_target, counts, **SETTINGS))),
-              train / "weights.safetensors")
-    inputs = {**finished_inputs(tiny_target, folder, random_samples((30, 22, 17)), heldout=0), "train": train}
-    out = folder / "export"
-    out.mkdir()
-    Export(target=tiny_target, drafter=make_dflash(**SETTINGS), source=OFFLINE,
-           formats=["speculators", "native"], dtype="bfloat16", default_k=3, target_name="org/target",
-           trained_modes=["chat"], probe_rows=1, calibration_drafts=20, recipe="some_recipe",
-           command='["train.epochs=2"]', hub=place()).run(inputs, out)
-    return out
+    return export_for(tiny_target, tmp_path_factory.mktemp("exported"))

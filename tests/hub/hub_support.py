@@ -7,16 +7,23 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import snapshot_download
+from safetensors.torch import save_file
+from tiny import OFFLINE, dflash, finished_inputs, make_dflash, random_samples, uneven
 
 from trainer.export.hub import HubRepository, HubRuntime
 from trainer.export.serve_command import ServingFacts
+from trainer.export.stage import Export
 from trainer.export.upload import Upload
 from trainer.target import Target
+from trainer.training import checkpoint
+from trainer.training.build import save_counts
 
 TOKEN = "hf_writes"
 REPO = "tester/drafter"
 PLAIN = ServingFacts(None, None, {}, {}, {}, {}, {})
+SETTINGS = {"layers": 1, "block_size": 8}
 
 
 class Hub:
@@ -57,3 +64,19 @@ def stage(target: Target, **changes: Any) -> Upload:
     own = {name: changes.pop(name) for name in ("format", "folder", "serving") if name in changes}
     return Upload(**{"target": target, "serving": PLAIN, "hub": place(**changes), "format": None,
                      "folder": None, **own})
+
+
+def export_for(target: Target, folder: Path) -> Path:
+    """A finished stage export in an empty folder: of a random drafter, for a target said to be published."""
+    train, counts = folder / "train", torch.arange(320).flip(0)
+    train.mkdir()
+    save_counts(train, counts)
+    save_file(checkpoint.trained(uneven(dflash(target, counts, **SETTINGS))), train / "weights.safetensors")
+    inputs = {**finished_inputs(target, folder, random_samples((30, 22, 17)), heldout=0), "train": train}
+    out = folder / "export"
+    out.mkdir()
+    Export(target=target, drafter=make_dflash(**SETTINGS), source=OFFLINE,
+           formats=["speculators", "native"], dtype="bfloat16", default_k=3, target_name="org/target",
+           trained_modes=["chat"], probe_rows=1, calibration_drafts=20, recipe="some_recipe",
+           command='["train.epochs=2"]', hub=place()).run(inputs, out)
+    return out

@@ -23,7 +23,8 @@ from trainer.ranges import Above, AtLeast, AtMost, Below, Bound, Distinct, requi
 
 CHOICES = find()
 BAD = {
-    "prompts.limit": (0, -1), "prompts.heldout": (-1, None), "responses.sampling.max_new_tokens": (0, -5),
+    "prompts.limit": (0, -1), "prompts.heldout": (-1, None), "prompts.max_bad_share": (-0.1, 1.5, "few"),
+    "responses.sampling.max_new_tokens": (0, -5),
     "responses.sampling.temperature": (-0.1, float("nan")), "responses.sampling.top_p": (0, 1.01),
     "responses.sampling.seed": (-1,), "responses.more.answers": (-1,),
     "responses.more.temperature": (0,), "responses.more.top_p": (0,),

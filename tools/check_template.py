@@ -30,10 +30,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import httpx  # noqa: E402
 
 from trainer._paths import find  # noqa: E402
+from trainer.check import check  # noqa: E402
 from trainer.compose import compose_configuration  # noqa: E402
 from trainer.data.chat import Chat, messages_of  # noqa: E402
 from trainer.errors import UserError  # noqa: E402
-from trainer.pipeline import build  # noqa: E402
+from trainer.pipeline import Stage, build  # noqa: E402
 from trainer.progress import exit_status  # noqa: E402
 from trainer.records import Prompt  # noqa: E402
 
@@ -133,7 +134,10 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=200, metavar="N", help="so many rows (200)")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings, as of a run")
     options = parser.parse_args()
-    settings = compose_configuration(options.settings, find()).settings
+    configuration, choices = compose_configuration(options.settings, find()), find()
+    if problems := check(configuration, choices.groups(), Stage):
+        raise UserError("\nerror: ".join(problems))
+    settings = configuration.settings
     target, stage, server = (build(settings[name], name) for name in ("target", "prompts", "engine"))
     bad: list[str] = []
     prompts = [prompt for prompt, _ in stage.source.rows(bad)][:options.rows]

@@ -28,7 +28,7 @@ def test_the_ids_are_those_of_a_real_server(tmp_path: Path) -> None:
     command = [sys.executable, str(PROJECT / "tools/check_template.py"), "--rows", "200", "target=smollm2",
                f"engine.python={vllm_python()}", f"engine.runtime.threads='{own_cores()[0]}'", *FEW,
                "engine.runtime.kv_cache_gib=1", "engine.max_model_len=1024", "prompts=mixture",
-               f"prompts.source.parts={{odd: {odd}, builtin: {builtin}}}"]
+               f"+prompts.source.parts.odd={odd}", f"+prompts.source.parts.builtin={builtin}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment())
     assert done.returncode == 0, done.stdout + done.stderr
     assert "204 of 204 requests of 200 rows have the same ids" in done.stdout

@@ -43,7 +43,7 @@ UNKNOWN: dict[str, dict[str, Any]] = {
     "allowed_token_ids": {"allowed_token_ids": list(range(0, VOCABULARY, 3))}}
 OFTEN, ONCE, ALONE = range(3)
 CASES = {"v1-ngram": (False, "ngram", 2000), "v1-model": (False, "probabilistic", 2000),
-         "v2-model": (True, "probabilistic", 200), "v2-greedy": (True, "greedy", 200)}
+         "v2-model": (True, "probabilistic", 100), "v2-greedy": (True, "greedy", 200)}
 DRAWN_ANYHOW = "v1-model"  # Model Runner V1 draws the drafts themselves without a request's seed
 
 
@@ -164,7 +164,7 @@ def test_a_step_draws_what_vllm_draws(found: Found, number: int) -> None:
         assert (own == own[0]).all() and torch.equal(own, ours)
         return
     assert alike(own, ours) > FITS
-    assert len(ours.unique(dim=0)) > 3, "nothing was drawn"
+    assert len(ours.unique(dim=0)) > 1, "nothing was drawn"
     if not found.case.endswith("model"):  # with drafts of one token, whatever they are, the first one's law
         chances = torch.tensor(law(found.first_row(number), **WAYS[number])).double()
         assert fit(ours[:, 0], chances) > FITS
@@ -176,9 +176,11 @@ def test_drafts_are_accepted_and_refused(found: Found) -> None:
 
 
 def test_other_laws_are_told(found: Found) -> None:
-    """Ours of one temperature are not vLLM's of another: by the count of tokens alone, where texts differ."""
-    (own, _), (_, ours) = found.drawn(1), found.drawn(4)
-    assert alike((own >= 0).sum(1, keepdim=True), (ours >= 0).sum(1, keepdim=True)) < 1e-6
+    """What was drawn is not of half the temperature, and not what another request draws."""
+    own, ours = found.drawn(2)
+    assert alike(own, found.drawn(4)[1]) < 1e-6
+    chances = torch.tensor(law(found.first_row(2), WAYS[2]["temperature"] / 2)).double()
+    assert fit(ours[:, 0], chances) < 1e-6
 
 
 @pytest.mark.parametrize("feature", UNKNOWN)

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -73,9 +74,13 @@ class V2:
     """The step of Model Runner V2: its rejection sampler, called with the logits and the batch."""
 
     def __init__(self, runner: Any) -> None:
+        from vllm.triton_utils import tl
         from vllm.v1.worker.gpu.sample.sampler import Sampler
+        from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
         from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
+        # a device's library, of which the interpreter has nothing
+        rejection_sampler_utils.tldevice = SimpleNamespace(log1p=lambda x: tl.log(1.0 + x))
         self.rejection, self.sampler = runner.rejection_sampler, runner.sampler
         self.theirs, self.plain, self.mine = RejectionSampler, Sampler, type(self.rejection)
         self.single = type(self.sampler)

@@ -82,7 +82,7 @@ def bare(empty: environments.Environment) -> environments.Environment:
 
 @pytest.mark.parametrize("name", PINS)
 def test_every_pin_is_exact_and_comes_from_the_index(name: str) -> None:
-    exact = r"[A-Za-z0-9._-]+==[A-Za-z0-9.]+(; (platform_machine|python_version) \S+ \S+)?"
+    exact = r"[A-Za-z0-9._-]+==[A-Za-z0-9.]+(; (platform_machine|python_version|sys_platform) \S+ \S+)?"
     for line in PINS[name].read_text().splitlines():
         if line and not line.startswith("#"):
             assert re.fullmatch(exact, line), line
@@ -99,7 +99,8 @@ def test_every_dependency_of_the_project_is_pinned_within_its_bounds() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     pinned = pins("trainer")
-    for text in project["dependencies"] + extras["demo"] + extras["report"] + extras["dev"]:
+    used = [text for name in ("demo", "kernels", "report", "dev") for text in extras[name]]
+    for text in project["dependencies"] + used:
         wanted = Requirement(text)
         version = pinned.get(canonicalize_name(wanted.name))
         assert version is not None, f"{text} is not pinned"

@@ -15,10 +15,12 @@ Verify = Callable[[Verification], Verified]
 
 @dataclass(frozen=True)
 class Implementation:
-    """`draws` is how many of a test's draws it can make in the same time."""
+    """`draws` is how many of a test's draws it can make in the same time, `steps` how many of ten uneven
+    steps."""
 
     verify: Verify
     draws: float
+    steps: int = 10
 
 
 def sampling(requests: int, temperature: float = 1, top_k: int = 0, top_p: float = 1, min_p: float = 0,

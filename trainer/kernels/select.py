@@ -4,6 +4,7 @@ fallback."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Literal
 
 from torch import Tensor
@@ -33,19 +34,22 @@ def block_attention(name: str) -> Callable[..., Tensor]:
 
 
 def verify(name: str) -> Callable[[Verification], Verified]:
-    """`reference` (any device, slow), `cpu` (logits of a CPU) or `triton` (of a CUDA or ROCm device)."""
+    """`reference` (any device, slow), `cpu` (logits of a CPU) or `triton` (CUDA and ROCm; in a process with
+    TRITON_INTERPRET=1 a CPU, slowly)."""
     if name == "reference":
         from trainer.kernels.verify_reference import verify as chosen
     elif name == "cpu":
         from trainer.kernels.verify_cpu import verify as chosen
     elif name == "triton":
-        try:
-            from trainer.kernels.verify_triton import verify as chosen
-        except ModuleNotFoundError as error:
-            raise UserError(f"hardware.verify=triton needs the module {error.name}, which is not installed; "
-                            "install it, or set hardware.verify=reference") from error
+        if find_spec("triton") is None:
+            raise UserError("verify=triton needs the package triton, which is not installed; install it, or "
+                            "choose cpu or reference")
+        from trainer.kernels.verify_triton import problem
+        from trainer.kernels.verify_triton import verify as chosen
+        if missing := problem():
+            raise UserError(f"verify=triton cannot run here: {missing}; choose cpu or reference")
     else:
-        raise UserError(f"hardware.verify={name} is not known; choose reference, cpu or triton")
+        raise UserError(f"verify={name} is not known; choose reference, cpu or triton")
     return chosen
 
 
@@ -57,4 +61,7 @@ def require_verify(name: str, device: str) -> None:
     if name == "triton" and device == "cpu":
         raise UserError("hardware.verify=triton needs the logits of a CUDA or ROCm device, but the target "
                         "computes on cpu; set hardware.verify=cpu or reference")
-    verify(name)
+    try:
+        verify(name)
+    except UserError as error:
+        raise UserError(f"hardware.{error}") from error

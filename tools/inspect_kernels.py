@@ -36,6 +36,7 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from trainer.kernels.verification import DraftDistribution, Sampling, Verification  # noqa: E402
 from trainer.kernels.verify_triton import Launch, Verifier  # noqa: E402
+from trainer.progress import exit_status  # noqa: E402
 
 TARGETS = {"gfx942": GPUTarget("hip", "gfx942", 64), "gfx950": GPUTarget("hip", "gfx950", 64),
            "sm_90": GPUTarget("cuda", 90, 32)}
@@ -192,4 +193,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main, goes_on=False))

@@ -141,7 +141,9 @@ def test_nobody_reads_or_can_take_the_output(folder: Path, where: str, code: int
 
 
 def test_every_tool_lives_on_without_its_output() -> None:
-    commands = [path for path in TOOL.parent.glob("*.py") if "__main__" in path.read_text()]
+    workers = {"verify_arms.py"}  # started by bench_verify, and says what it found in a file
+    commands = [path for path in TOOL.parent.glob("*.py")
+                if "__main__" in path.read_text() and path.name not in workers]
     assert len(commands) >= 6
     lasting = re.compile(r"^    (sys\.exit\(exit_status\(main, goes_on=|with lasting_output\()", re.MULTILINE)
     assert not [path.name for path in commands if not lasting.search(path.read_text())]

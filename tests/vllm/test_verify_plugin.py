@@ -178,7 +178,9 @@ def test_drafts_are_accepted_and_refused(found: Found) -> None:
 def test_other_laws_are_told(found: Found) -> None:
     """What was drawn is not of half the temperature, and not what another request draws."""
     own, ours = found.drawn(2)
-    assert alike(own, found.drawn(4)[1]) < 1e-6
+    other = found.drawn(4)[1]
+    # of few draws whole rows are too rare to tell, and first tokens are not
+    assert min(alike(own, other), alike(own[:, :1], other[:, :1])) < 1e-6
     chances = torch.tensor(law(found.first_row(2), WAYS[2]["temperature"] / 2)).double()
     assert fit(ours[:, 0], chances) < 1e-6
 

@@ -107,6 +107,10 @@ def errors(found: list[HiddenStates], expected: list[HiddenStates]) -> tuple[Ten
     return joint.amax(1), joint.mean(1)
 
 
+def wide(states: HiddenStates) -> HiddenStates:
+    return HiddenStates(states.taps.float(), states.last.float())
+
+
 def ask(server: RunningServer, tokens: list[int], timeout: float = 60.0, **body: Any) -> dict[str, Any]:
     asked = {"model": "target", "prompt": tokens, "max_tokens": 1, "temperature": 0.0}
     asked |= {"return_token_ids": True, "kv_transfer_params": {"hidden_states": True}} | body
@@ -239,8 +243,12 @@ def test_started_and_lost_for_good(target: Target, rows: list[list[int]], tmp_pa
     with asked:
         found = list(asked.hidden_states(rows, TAPS))
         largest, mean = errors(found, expected)
-        # how bfloat16 is rounded within a product depends on the processor: 0.103 was seen as the largest
-        assert largest[0] == 0 and largest.max() < 0.15 and mean.max() < 0.02, (largest, mean)
+        assert largest[0] == 0 and mean.max() < 0.02, (largest, mean)
+        # how bfloat16 is rounded within a product depends on the processor, so that the largest error is held
+        # to what bfloat16 itself loses here: both are as near to float32
+        exact = reference(target, "float32", rows)
+        (ours, _), (own, _) = (errors([wide(each) for each in states], exact) for states in (found, expected))
+        assert (ours <= 1.5 * own).all(), (ours, own)
         again = list(asked.hidden_states(rows[::-1], TAPS))[::-1]
         assert all(torch.equal(one.taps, other.taps) and torch.equal(one.last, other.last)
                    for one, other in zip(found, again, strict=True)), "one row at a time: the same bits"

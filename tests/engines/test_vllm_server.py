@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -135,12 +136,22 @@ class TestServing:
     def test_one_that_answers_others_is_not_idle(self, running: RunningServer,
                                                  monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("trainer.engines.vllm_client.IDLE_SECONDS", 0.0)
+        long = Sampling(max_new_tokens=240, temperature=0.0, top_p=1.0, seed=0)
+        enough = threading.Event()
+
+        def ask_until_enough() -> None:
+            while not enough.is_set():  # one answer may be over before the counters are read once
+                running.complete(PROMPTS, long, 4)
+
         with ThreadPoolExecutor(1) as other:
-            long = Sampling(max_new_tokens=240, temperature=0.0, top_p=1.0, seed=0)
-            asked = other.submit(running.complete, PROMPTS[:1], long, 1)
-            with pytest.raises(UserError, match="has 1 requests of others to answer, and what is measured"):
-                while not asked.done():
-                    running.require_idle()
+            asked = other.submit(ask_until_enough)
+            try:
+                with pytest.raises(UserError, match=r"has \d requests of others to answer, and what"):
+                    while not asked.done():
+                        running.require_idle()
+            finally:
+                enough.set()
+            asked.result()
         monkeypatch.undo()
         running.require_idle()
 

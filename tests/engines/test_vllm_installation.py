@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from vllm_support import small_server
 
+from trainer import cpu_build
 from trainer.engines import vllm_installation
 from trainer.errors import UserError
 from trainer.export import serve_line
@@ -79,7 +80,7 @@ class TestRefusedBeforeTheStart:
     def test_auto_finds_the_environment_in_the_current_folder(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(vllm_installation, "__file__", str(tmp_path / "wheel/trainer/engines/x.py"))
+        monkeypatch.setattr(cpu_build, "__file__", str(tmp_path / "wheel/trainer/cpu_build.py"))
         monkeypatch.chdir(tmp_path)
         with pytest.raises(UserError, match=r"no \.venv-vllm in .*make setup.*engine\.python=.*engine\.url="):
             small_server().preflight()

@@ -12,7 +12,9 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from tiny import OFFLINE, dflash, finished_inputs, make_dflash, make_small, random_samples, small, uneven
 
+from trainer import cpu_build
 from trainer.architectures.base import Exported
+from trainer.cpu_build import CpuServer
 from trainer.errors import GateFailed, UserError
 from trainer.export import formats
 from trainer.export.hub import HubRepository, HubRuntime
@@ -23,6 +25,7 @@ from trainer.training.build import save_counts
 
 SAMPLES = random_samples((30, 22, 17))
 SETTINGS = {"layers": 1, "block_size": 8}
+CPU = CpuServer("float32", 512, 2)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +43,7 @@ def inputs(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> dic
 def stage(target: Target, **changes: Any) -> Export:
     return Export(**{"target": target, "drafter": make_dflash(**SETTINGS), "source": OFFLINE,
                      "formats": ["speculators", "native"], "dtype": "bfloat16", "default_k": 3,
-                     "target_name": None,
+                     "target_name": None, "cpu_server": CPU,
                      "trained_modes": ["chat"], "probe_rows": 2, "calibration_drafts": 20,
                      "recipe": "some_recipe", "command": '["train.epochs=2", "run=[export]"]',
                      "hub": HubRepository(None, True, "main", "unknown", HubRuntime(1, 0.0)), **changes})
@@ -64,18 +67,26 @@ def test_the_folders_are_complete(tiny_target: Target, inputs: dict[str, Path], 
                          "target": str(tiny_target.folder),
                          "target_identity": tiny_target.identity, "template_hash": tiny_target.template_hash,
                          "target_commit": None, "trained_modes": ["chat"], "trained_context": 30,
+                         "cpu_server": {"dtype": "float32", "max_model_len": 512, "kv_cache_gib": 2,
+                                        "program": "vllm"},
                          "formats": ["speculators", "native"]}
         assert facts.items() <= exported.items()
         readme = (out / form / "README.md").read_text()
         assert str(tmp_path) not in readme and str(tiny_target.folder) not in readme
         assert "vllm serve PATH/TO/tiny --speculative-config" in readme and "vllm serve ." not in readme
         assert "report.html" in readme
+        assert "\nVLLM_CPU_KVCACHE_SPACE=2 vllm serve PATH/TO/tiny --dtype float32 --max-model-len " in readme
+    on_cpu = exported["serve_commands"]["vllm (CPU build)"]
+    assert on_cpu.startswith(f"VLLM_CPU_KVCACHE_SPACE=2 vllm serve {tiny_target.folder} --dtype float32 ")
+    assert on_cpu.endswith(exported["serve_commands"]["vllm"].partition("--speculative-config")[2])
     assert exported["serve_commands"]["vllm (short)"] == f"vllm serve {tmp_path / '0123' / 'speculators'}"
 
 
 def test_the_end_of_a_run_says_what_to_do_next(tiny_target: Target, inputs: dict[str, Path], tmp_path: Path,
-                                               capsys: pytest.CaptureFixture[str]) -> None:
+                                               capsys: pytest.CaptureFixture[str],
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
     made = stage(tiny_target)
+    monkeypatch.setattr(cpu_build, "own_environment", lambda: None)
     (tmp_path / "0123").mkdir()
     made.run(inputs, tmp_path / "0123")
     [note] = [line for line in capsys.readouterr().out.splitlines() if "by the path" in line]
@@ -90,6 +101,43 @@ def test_the_end_of_a_run_says_what_to_do_next(tiny_target: Target, inputs: dict
     assert fused.endswith(f": TRAINER_FUSED_VERIFY=1 {serve.removeprefix('serve it: ')}")
     stage(tiny_target, target_name="org/target").run(inputs, tmp_path / "moved")
     assert "by the path" not in capsys.readouterr().out
+
+
+def test_where_set_up_made_a_build_for_cpus_its_line_is_told(
+        tiny_target: Target, inputs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    made = stage(tiny_target)
+    made.run(inputs, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    told = []
+    for place in (tmp_path / "here", Path("/a b")):
+        monkeypatch.setattr(cpu_build, "own_environment", lambda place=place: place)
+        capsys.readouterr()
+        made.tell(tmp_path)
+        told += [line for line in capsys.readouterr().out.splitlines() if "CPU build" in line]
+    here, there = told
+    assert here.startswith("serve it with the CPU build of vLLM that is here: VLLM_CPU_KVCACHE_SPACE=2 "
+                           f"here/bin/vllm serve {tiny_target.folder} --dtype float32 --max-model-len 512 "
+                           "--no-enable-chunked-prefill --speculative-config ")
+    assert "=2 '/a b/bin/vllm' serve" in there
+
+
+def test_no_build_for_cpus_serves_what_needs_the_other_runner(
+        tiny_target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    train, counts = tmp_path / "train", torch.arange(320).flip(0)
+    train.mkdir()
+    save_counts(train, counts)
+    save_file(checkpoint.trained(uneven(small(tiny_target, "dspark", counts))), train / "weights.safetensors")
+    inputs = {**finished_inputs(tiny_target, tmp_path, SAMPLES, heldout=2), "train": train}
+    made = stage(tiny_target, drafter=make_small("dspark"))
+    made.run(inputs, tmp_path)
+    assert "CPU_KVCACHE" not in (tmp_path / "native/README.md").read_text()
+    assert "cpu_server" not in json.loads((tmp_path / "native/speculator.json").read_text())
+    monkeypatch.setattr(cpu_build, "own_environment", lambda: tmp_path)
+    capsys.readouterr()
+    made.tell(tmp_path)
+    assert "CPU" not in capsys.readouterr().out
 
 
 def test_a_confidence_is_calibrated_on_held_out_answers(tiny_target: Target, tmp_path: Path,

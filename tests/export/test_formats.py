@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from tiny import dflash, random_samples, states_of, uneven
 
 from trainer.architectures.dflash import DFlash
+from trainer.cpu_build import CpuServer
 from trainer.errors import UserError
-from trainer.export.base import FUSED_VLLM
+from trainer.export.base import CPU_VLLM, FUSED_VLLM
 from trainer.export.card import Card
 from trainer.export.formats import FORMATS, FormatName, Serving
 from trainer.target import Target
@@ -186,6 +187,10 @@ def test_commands_and_card_say_how_to_serve() -> None:
     native = FORMATS["native"].commands("dflash", Path("/s"), "t", THREE)
     assert native == {"vllm": native["vllm"], FUSED_VLLM: f"TRAINER_FUSED_VERIFY=1 {native['vllm']}"}
     tuned = {**THREE, "num_speculative_tokens_per_batch_size": [[1, 8, 3], [9, 16, 0]]}
+    on_cpu = FORMATS["native"].commands("dflash", Path("/s"), "t", THREE, CpuServer("bfloat16", 99, 3))
+    assert on_cpu == native | {CPU_VLLM: native["vllm"].replace("vllm serve t", (
+        "VLLM_CPU_KVCACHE_SPACE=3 vllm serve t --dtype bfloat16 --max-model-len 99 "
+        "--no-enable-chunked-prefill"))}
     assert json.dumps(tuned)[1:-1] in FORMATS["native"].commands("dflash", Path("/s"), "t", tuned)["vllm"]
     facts = {"method": "dflash", "needs_v2": False, "target": "org/target", "target_identity": "0123",
              "template_hash": "4567", "max_k": 7, "default_k": 3, "trained_modes": ["chat", "thinking"]}

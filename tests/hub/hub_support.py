@@ -12,6 +12,7 @@ from huggingface_hub import snapshot_download
 from safetensors.torch import save_file
 from tiny import OFFLINE, dflash, finished_inputs, make_dflash, random_samples, uneven
 
+from trainer.cpu_build import CpuServer
 from trainer.export.hub import HubRepository, HubRuntime
 from trainer.export.serve_command import ServingFacts
 from trainer.export.stage import Export
@@ -77,6 +78,7 @@ def export_for(target: Target, folder: Path) -> Path:
     out.mkdir()
     Export(target=target, drafter=make_dflash(**SETTINGS), source=OFFLINE,
            formats=["speculators", "native"], dtype="bfloat16", default_k=3, target_name="org/target",
-           trained_modes=["chat"], probe_rows=1, calibration_drafts=20, recipe="some_recipe",
-           command='["train.epochs=2"]', hub=place()).run(inputs, out)
+           cpu_server=CpuServer("float32", 512, 2), trained_modes=["chat"], probe_rows=1,
+           calibration_drafts=20, recipe="some_recipe", command='["train.epochs=2"]',
+           hub=place()).run(inputs, out)
     return out

@@ -81,6 +81,7 @@ def test_a_folder_arrives_with_a_card_of_what_was_measured(hub: Hub, tiny_target
     for part in (f"vLLM on ROCm or CUDA:\n\n```bash\nvllm serve org/target --speculative-config '{{"
                  f'"method": "dflash", "model": "{REPO}", "num_speculative_tokens": 3}}',
                  f"```bash\nvllm serve {REPO}\n```",
+                 "vllm (CPU build):\n\n```bash\nVLLM_CPU_KVCACHE_SPACE=2 vllm serve org/target --dtype ",
                  "| heldout | in process | 3 |  | 1.50 | 0.30 0.15 0.05 |  |",
                  "| heldout/math | vLLM | 3 | 4 | 1.50 | 0.30 0.15 0.05 | 1.23x |",
                  "| trained context | 30 tokens", "| trained modes | chat |", "| recipe | `some_recipe` |",
@@ -301,8 +302,8 @@ def test_each_platform_has_its_line_where_they_differ(hub: Hub, tiny_target: Tar
 
 def test_settings_that_do_not_go_together_are_told(tiny_target: Target, exported: Path) -> None:
     export = Export(target=tiny_target, drafter=None, source=None, formats=["native"], dtype="float32",
-                    default_k=3, target_name=None, trained_modes=[], probe_rows=1, calibration_drafts=2,
-                    recipe=None, command=None, hub=place(repo=None))
+                    default_k=3, target_name=None, cpu_server=None, trained_modes=[], probe_rows=1,
+                    calibration_drafts=2, recipe=None, command=None, hub=place(repo=None))
     found = stage(tiny_target, repo=None, format="speculators",
                   serving=ServingFacts("other", None, {}, {}, {}, {}, {})).check({"export": export})
     assert {key: text.partition(",")[0] for key, text in found.items()} == {

@@ -15,6 +15,7 @@ from ctypes.util import find_library
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer import cpu_build
 from trainer._weight_files import INDEX, indexed
 from trainer.errors import UserError
 
@@ -89,7 +90,7 @@ class Installation:
             threads = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
         libraries = [str(library) for library in sorted(self.prefix.glob("lib*/libiomp5.so"))[:1]]
         libraries += filter(None, (find_library("tcmalloc_minimal"), os.environ.get("LD_PRELOAD")))
-        variables = {"VLLM_CPU_OMP_THREADS_BIND": threads, "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib)}
+        variables = {"VLLM_CPU_OMP_THREADS_BIND": threads} | cpu_build.room(kv_cache_gib)
         return variables | ({"LD_PRELOAD": ":".join(libraries)} if libraries else {})
 
     def shim(self, folder: Path, needs_v2: bool, fused: bool = False) -> dict[str, str]:
@@ -158,12 +159,11 @@ def find_installation(python: str) -> Installation:
 
 
 def _find_interpreter() -> str:
-    project = Path(__file__).resolve().parents[2]
-    for folder in (project, Path.cwd()):
-        if (folder / ".venv-vllm/bin/python").exists():
-            return str(folder / ".venv-vllm/bin/python")
-    raise UserError(f"engine.python=auto found no .venv-vllm in {project} or in the current folder: run "
-                    "`make setup`, or set engine.python=/path/to/python or engine.url=http://host:port.")
+    if (found := cpu_build.own_environment()) is not None:
+        return str(found / "bin/python")
+    raise UserError(f"engine.python=auto found no {cpu_build.ENVIRONMENT} in {PACKAGE.parent} or in the "
+                    "current folder: run `make setup`, or set engine.python=/path/to/python or "
+                    "engine.url=http://host:port.")
 
 
 def check_version(version: str, where: str) -> None:

@@ -23,6 +23,7 @@ from typing import Annotated, Literal, Self
 
 from rich.console import Console
 
+from trainer.cpu_build import WHOLE_PROMPTS
 from trainer.engines import vllm_process
 from trainer.engines.vllm_client import Progress, ServerLost, SpecCounters, VllmClient, request
 from trainer.engines.vllm_installation import (
@@ -237,8 +238,7 @@ class RunningServer:
         self.command = self.settings.command(found.python, self.model, port, self.speculator, self.method,
                                              self.k)
         if found.cpu and not any("chunked-prefill" in word for word in self.command):
-            # it ends where a prompt sampled with a seed is read in pieces: generators have no offset there
-            self.command.append("--no-enable-chunked-prefill")
+            self.command.append(f"--{WHOLE_PROMPTS}")
         self.log.parent.mkdir(parents=True, exist_ok=True)
         local = all(folder.is_dir() for folder in (self.model, self.speculator or self.model))
         variables = self.settings.variables(found, local, self.shim, self.needs_v2)

@@ -15,10 +15,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trainer.architectures.base import Exported
+from trainer.cpu_build import CpuServer
 from trainer.errors import UserError
 from trainer.export.serve_line import FUSED, Place, serve_line, speculation
 
 FUSED_VLLM = "vllm (fused verification)"
+CPU_VLLM = "vllm (CPU build)"
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,16 @@ class Format(ABC):
         """What a server loads as its model, and as its drafter (None: the model has it inside)."""
         return target, folder
 
-    def commands(self, method: str, folder: Place, target: str, lengths: Mapping[str, Any]) -> dict[str, str]:
-        """Commands by platform that serve the folder, without and with fused verification; `lengths` as
-        `draft_lengths` gives them."""
+    def commands(self, method: str, folder: Place, target: str, lengths: Mapping[str, Any],
+                 cpu: CpuServer | None = None) -> dict[str, str]:
+        """Commands by platform that serve the folder, without and with fused verification, and for a build
+        for CPUs where one serves it; `lengths` as `draft_lengths` gives them."""
         model, drafter = self.served(folder, target)
         draft = speculation(method, drafter, lengths)
-        return {"vllm": serve_line(model, draft), FUSED_VLLM: serve_line(model, draft, variables=FUSED)}
+        found = {"vllm": serve_line(model, draft), FUSED_VLLM: serve_line(model, draft, variables=FUSED)}
+        if cpu is not None:
+            found[CPU_VLLM] = serve_line(model, draft, cpu.flags, cpu.variables, cpu.program)
+        return found
 
     def write(self, folder: Path, exported: Exported, serving: Serving, dtype: torch.dtype) -> None:
         folder.mkdir(parents=True, exist_ok=True)

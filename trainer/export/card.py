@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.export.base import FUSED_VLLM
+from trainer.export.base import CPU_VLLM, FUSED_VLLM
 from trainer.export.formats import FORMATS
-from trainer.export.serve_line import SCHEDULE, Place, draft_lengths
+from trainer.export.serve_line import SCHEDULE, Place, cpu_server, draft_lengths
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 TUNED = "\n## Tuned\n"  # the last section, which is replaced when a drafter is tuned again
@@ -78,13 +78,16 @@ class Card:
         else:
             served = self.facts["target"] if self.published else f"PATH/TO/{self.target_name}"
             commands = FORMATS[self.form].commands(self.facts["method"], self.place, served,
-                                                   draft_lengths(self.facts))
+                                                   draft_lengths(self.facts), cpu_server(self.facts))
             if not self.published:
                 commands.pop("vllm (short)", None)  # it looks for the target where this machine has it
             lines += ["In this folder:", ""]
-            fused = commands.pop(FUSED_VLLM)
+            fused, cpu = commands.pop(FUSED_VLLM), commands.pop(CPU_VLLM, None)
             for command in commands.values():
                 lines += _block(command)
+            if cpu is not None:
+                lines += ["With a build of vLLM for CPUs, which takes nearly all memory unless it is told "
+                          "how much, in GiB:", "", *_block(cpu)]
             lines += ["With fused verification, for which Speculator Trainer has to be in vLLM's environment "
                       "as well (`pip install --no-deps`):", "", *_block(fused)]
         if self.facts["needs_v2"]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from trainer.architectures.base import Exported
+from trainer.cpu_build import CpuServer
 from trainer.export.base import Format, Serving
 from trainer.export.serve_line import Place, serve_line
 from trainer.export.stitched import Changes, Stitched
@@ -32,8 +33,9 @@ class Speculators(Format):
     def parse(self, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         return config["transformer_layer_config"], config
 
-    def commands(self, method: str, folder: Place, target: str, lengths: Mapping[str, Any]) -> dict[str, str]:
-        return {**super().commands(method, folder, target, lengths),
+    def commands(self, method: str, folder: Place, target: str, lengths: Mapping[str, Any],
+                 cpu: CpuServer | None = None) -> dict[str, str]:
+        return {**super().commands(method, folder, target, lengths, cpu),
                 "vllm (short)": serve_line(folder)}
 
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trainer.cpu_build import CpuServer
+
 Place = Path | str  # a folder, or a name on the Hub
 FUSED = {"TRAINER_FUSED_VERIFY": 1}  # of a server whose environment has `trainer.vllm_plugin`
 SCHEDULE = "num_speculative_tokens_per_batch_size"
@@ -30,12 +32,17 @@ def draft_lengths(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {"num_speculative_tokens": max(lengths), SCHEDULE: schedule}
 
 
+def cpu_server(facts: Mapping[str, Any]) -> CpuServer | None:
+    """How a build for CPUs serves the drafter with these facts; None where none does, or they are older."""
+    return CpuServer(**facts["cpu_server"]) if "cpu_server" in facts else None
+
+
 def serve_line(model: Place, draft: Mapping[str, Any] | None = None, flags: Mapping[str, Any] = {},
-               variables: Mapping[str, Any] = {}) -> str:
+               variables: Mapping[str, Any] = {}, program: str = "vllm") -> str:
     """One line for a shell: environment variables, `vllm serve`, `flags` by their names without dashes (true:
     the flag alone; null: without it), and `draft` as `--speculative-config`."""
     words = [f"{name}={shlex.quote(str(value))}" for name, value in variables.items() if value is not None]
-    words += ["vllm", "serve", shlex.quote(str(model))]
+    words += [shlex.quote(program), "serve", shlex.quote(str(model))]
     for name, value in flags.items():
         if value is not None:
             words += [f"--{name}", *([] if value is True else [shlex.quote(str(value))])]

@@ -7,23 +7,25 @@ must give the same, and with the trained weights as they are, which shows what t
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import torch
 
+from trainer import cpu_build
 from trainer.architectures.base import Drafter
 from trainer.data.responses import read_samples
-from trainer.export.base import FUSED_VLLM
+from trainer.export.base import CPU_VLLM, FUSED_VLLM
 from trainer.export.calibration import calibrate
 from trainer.export.card import HUB_NAME, Card
 from trainer.export.formats import FORMATS, FormatName, Serving
 from trainer.export.hub import HubRepository
 from trainer.export.provenance import provenance, write_provenance
-from trainer.export.serve_line import draft_lengths
+from trainer.export.serve_line import cpu_server, draft_lengths
 from trainer.gates import Gate, require
 from trainer.hidden_states.base import HiddenStateSource, MakeSource
 from trainer.pipeline import Stage
@@ -41,8 +43,9 @@ ROUNDING = 32.0  # steps of the dtype, relative to the logits; trained drafters 
 class Export(Stage):
     """`default_k` is what a server drafts unless told otherwise; `target_name` is written as the target to
     serve with (null: as its source names it). A drafter that estimates its own acceptance is calibrated on
-    `calibration_drafts` held-out drafts. `recipe` and `command` are told in provenance.json; where `hub` has
-    a repository, the stage upload ends every run that exports."""
+    `calibration_drafts` held-out drafts. `cpu_server` is what the line for a build of vLLM for CPUs says.
+    `recipe` and `command` are told in provenance.json; where `hub` has a repository, the stage upload ends
+    every run that exports."""
 
     target: Target
     drafter: MakeDrafter
@@ -51,6 +54,7 @@ class Export(Stage):
     dtype: Dtype
     default_k: Count
     target_name: str | None
+    cpu_server: cpu_build.CpuServer
     trained_modes: list[str]
     probe_rows: Count
     calibration_drafts: Annotated[int, AtLeast(2)]
@@ -60,7 +64,7 @@ class Export(Stage):
 
     after: ClassVar[tuple[str, ...]] = ("responses", "hidden_states", "train")
     version: ClassVar[int] = 1
-    idle: ClassVar[tuple[str, ...]] = ("recipe", "command", "hub")
+    idle: ClassVar[tuple[str, ...]] = ("recipe", "command", "hub", "cpu_server")
 
     @property
     def brings(self) -> tuple[str, ...]:
@@ -96,6 +100,8 @@ class Export(Stage):
                  "target_identity": self.target.identity, "template_hash": self.target.template_hash,
                  "target_commit": self.target.source.commit, "trained_modes": self.trained_modes,
                  "trained_context": max(len(sample.tokens) for sample in samples), "formats": self.formats}
+        if not drafter.needs_v2:
+            facts["cpu_server"] = asdict(self.cpu_server)
         with closing(self.source(folder=inputs["hidden_states"], layers=drafter.tap_layers)) as source:
             probes = [(sample.tokens, source.get(sample).taps.float())
                       for sample in samples[:self.probe_rows]]
@@ -112,7 +118,8 @@ class Export(Stage):
             (out / form / "README.md").write_text(Card(form, facts, self.target.name, made).text())
         final = out.with_name(out.name.removesuffix(".partial"))  # where the folder will lie when finished
         first = self.formats[0]
-        commands = FORMATS[first].commands(drafter.method, final / first, name, draft_lengths(facts))
+        commands = FORMATS[first].commands(drafter.method, final / first, name, draft_lengths(facts),
+                                           cpu_server(facts))
         (out / "export.json").write_text(json.dumps({**facts, "serve_commands": commands}, indent=1) + "\n")
         return {"gates": gates, "formats": self.formats, "max_k": drafter.max_k, "default_k": self.default_k,
                 **({"confidence": facts["confidence"]} if drafter.estimates else {}),
@@ -124,11 +131,23 @@ class Export(Stage):
             print(f"exported: {folder / form}, {FORMATS[form].use}")
         first = facts["formats"][0]
         commands = FORMATS[first].commands(facts["method"], folder.resolve() / first, facts["target"],
-                                           draft_lengths(facts))
+                                           draft_lengths(facts), self._cpu_server_here(facts))
         print(f"serve it: {commands['vllm']}", flush=True)
+        if CPU_VLLM in commands:
+            print(f"serve it with the CPU build of vLLM that is here: {commands[CPU_VLLM]}", flush=True)
         print(f"with fused verification (see the README): {commands[FUSED_VLLM]}", flush=True)
         if not facts.get("speculate", True):
             print("serve it without a drafter, though: where it was measured, plain decoding was faster")
+
+    def _cpu_server_here(self, facts: Mapping[str, Any]) -> cpu_build.CpuServer | None:
+        """With the program of the environment that set-up made; None without one, and where it does not serve
+        the drafter."""
+        environment = cpu_build.own_environment()
+        if environment is None or facts["needs_v2"]:
+            return None
+        program = environment / "bin/vllm"
+        near = program.is_relative_to(Path.cwd())
+        return replace(self.cpu_server, program=os.path.relpath(program) if near else str(program))
 
     def _calibrated(self, drafter: Drafter, responses: Path, source: HiddenStateSource) -> dict[str, Any]:
         found = calibrate(drafter, read_samples(responses, "heldout"), source, self.calibration_drafts)

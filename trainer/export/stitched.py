@@ -23,6 +23,7 @@ from trainer.architectures.base import Exported
 from trainer.architectures.mtp_layouts import apart, layout_of
 from trainer.architectures.mtp_module import promised_tensors
 from trainer.architectures.tensors import differences
+from trainer.cpu_build import CpuServer
 from trainer.errors import UserError
 from trainer.export.base import Format, Serving, in_dtype
 from trainer.export.serve_line import Place
@@ -45,9 +46,10 @@ class Changes(Format):
     def parse(self, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         return config["target_config"], config
 
-    def commands(self, method: str, folder: Place, target: str, lengths: Mapping[str, Any]) -> dict[str, str]:
+    def commands(self, method: str, folder: Place, target: str, lengths: Mapping[str, Any],
+                 cpu: CpuServer | None = None) -> dict[str, str]:
         apply = f"python tools/apply_mtp.py {folder} FOLDER_OF_THE_TARGET NEW_FOLDER"
-        return {"apply": apply} | Stitched().commands(method, "NEW_FOLDER", target, lengths)
+        return {"apply": apply} | Stitched().commands(method, "NEW_FOLDER", target, lengths, cpu)
 
 
 class Stitched(Format):

@@ -24,7 +24,7 @@ from trainer.export.formats import FORMATS, FormatName
 from trainer.export.hub import CARD, HubRepository
 from trainer.export.provenance import read_provenance
 from trainer.export.serve_command import ServingFacts
-from trainer.export.serve_line import draft_lengths, speculation
+from trainer.export.serve_line import cpu_server, draft_lengths, speculation
 from trainer.pipeline import Stage
 from trainer.ranges import Text
 from trainer.target import Hub, Target
@@ -127,7 +127,7 @@ class Upload(Stage):
         line for each platform; one for both where they are the same."""
         repo, target, lengths = str(self.hub.repo), facts["target"], draft_lengths(facts)
         place = "DRAFTER" if form == "changes" else repo
-        lines = FORMATS[form].commands(facts["method"], place, target, lengths)
+        lines = FORMATS[form].commands(facts["method"], place, target, lengths, cpu_server(facts))
         if form == "changes":
             return {"Fetched first": f"hf download {repo} --local-dir DRAFTER", **lines}
         model, drafter = FORMATS[form].served(repo, target)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import Tensor
 from trainer.architectures import losses
 from trainer.architectures.base import Drafter
 from trainer.architectures.dflash import DFlash
-from trainer.engines.base import TargetEngine
+from trainer.engines.base import Group, TargetEngine
 from trainer.engines.transformers import TransformersEngine, TransformersRuntime
 from trainer.errors import UserError
 from trainer.evaluate.while_training import Acceptance, AcceptanceRuntime
@@ -42,12 +42,16 @@ def interrupted(at: int) -> type[TransformersEngine]:
     class Interrupted(TransformersEngine):
         asked = 0
 
-        def generate(self, prompts: Sequence[Sequence[int]], keys: Sequence[str],
-                     sampling: Sampling) -> list[Completion]:
-            self.asked += 1
-            if self.asked == at:
-                raise KeyboardInterrupt
-            return super().generate(prompts, keys, sampling)
+        def completions(self, groups: Iterable[Group],
+                        sampling: Sampling) -> Iterator[tuple[str, Completion]]:
+            def until_the_key_is_pressed() -> Iterator[Group]:
+                for group in groups:
+                    self.asked += 1
+                    if self.asked == at:
+                        raise KeyboardInterrupt
+                    yield group
+
+            return super().completions(until_the_key_is_pressed(), sampling)
 
     return Interrupted
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,12 @@ from tiny import copied, engine, interrupted
 from trainer.data.chat import Chat
 from trainer.data.own_prompts import OwnPrompts
 from trainer.data.prompts import Jsonl, Prompts, read_prompts
-from trainer.data.responses import AsGiven, GroupFile, More, Regenerate, Stored, read_samples
+from trainer.data.response_rows import GroupFile
+from trainer.data.responses import AsGiven, More, Regenerate, Stored, read_samples
+from trainer.engines.base import Group
+from trainer.engines.transformers import TransformersEngine
 from trainer.errors import UserError
-from trainer.records import Sampling
+from trainer.records import Completion, Sampling
 from trainer.target import Target
 
 NO_OWN = OwnPrompts(0, 64, 1.0, 0.9)
@@ -129,6 +133,30 @@ def test_an_interrupted_run_ends_with_the_same_bytes(talkative: Target, tmp_path
     again, _ = ask(talkative, inputs, tmp_path / "parts", temperature=temperature, more=more)
     assert path.read_bytes() == (tmp_path / "whole" / "responses.jsonl").read_bytes()
     assert again == record
+
+
+def test_a_run_killed_in_the_middle_of_a_group_ends_with_the_same_bytes(talkative: Target,
+                                                                         tmp_path: Path) -> None:
+    """Answers move the bar on before their group is whole; a group that is not is computed again."""
+
+    class Killed(TransformersEngine):
+        def completions(self, groups: Iterable[Group],
+                        sampling: Sampling) -> Iterator[tuple[str, Completion]]:
+            for number, each in enumerate(super().completions(groups, sampling)):
+                if number == 5:
+                    raise KeyboardInterrupt
+                yield each
+
+    inputs = prompts(tmp_path, TALKS)
+    record, _ = ask(talkative, inputs, tmp_path / "whole", batch=4)
+    with pytest.raises(KeyboardInterrupt):
+        ask(talkative, inputs, tmp_path / "parts", batch=4, kind=Killed)
+    path = tmp_path / "parts" / "responses.jsonl"
+    assert len(path.read_text().splitlines()) == 4 and len([*path.parent.iterdir()]) == 1
+    again, _ = ask(talkative, inputs, tmp_path / "parts", batch=4)
+    assert path.read_bytes() == (tmp_path / "whole" / "responses.jsonl").read_bytes()
+    assert again == record and {each.name for each in path.parent.iterdir()} == {
+        each.name for each in (tmp_path / "whole").iterdir()}
 
 
 def row(name: str, *tokens: int, category: str = "chat") -> dict[str, Any]:

@@ -69,4 +69,5 @@ def test_the_configuration_makes_it() -> None:
     assert isinstance(made, SplitEngine) and (made.max_length, made.group) == (99, 256)
     assert isinstance(made.answers, VllmEngine) and isinstance(made.states, TransformersEngine)
     assert made.answers.settings.dtype == "float32" and made.states.dtype == torch.float32
+    assert made.apart and not TransformersEngine.apart, "as what answers has it"
     assert made.answers.settings.max_num_seqs == made.answers.runtime.in_flight == 128

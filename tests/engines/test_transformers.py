@@ -106,6 +106,31 @@ def test_the_nucleus_of_a_large_vocabulary_is_that_of_sorting_all(spread: tuple[
         assert torch.equal(found[found.isfinite()], row[found.isfinite()])
 
 
+def test_answers_are_handed_over_as_they_end(tiny_target: Target) -> None:
+    """Group after group; the steps behind an answer are not computed before somebody wants the next."""
+    longest = Sampling(40, 0.0, 1.0, 0)
+    whole = dict(zip(KEYS, generate(tiny_target, PROMPTS, KEYS, longest), strict=True))
+    fetched: list[int] = []
+    groups = (fetched.append(number) or dict(zip(KEYS, PROMPTS, strict=True)) for number in range(2))
+    with engine().load(tiny_target.folder, ENDS) as loaded:
+        passes = Counter()
+        loaded.model.register_forward_pre_hook(lambda *_: passes.update(["all"]))
+        found, needed = [], []
+        for key, answer in loaded.completions(groups, longest):
+            found.append((key, answer))
+            needed.append((passes["all"], len(answer.tokens), list(fetched)))
+            if len(found) == len(KEYS):
+                assert fetched == [0]
+    assert {key: (each.tokens, each.finish_reason) for key, each in found[:len(KEYS)]} == whole
+    names = [key for key, _ in found]
+    assert names[len(KEYS):] == names[:len(KEYS)]
+    first = needed[:len(KEYS)]
+    assert len({length for _, length, _ in first}) > 1, "some end before others"
+    assert all(passed == length for passed, length, _ in first), "one pass a token"
+    seconds = [each.seconds for _, each in found[:len(KEYS)]]
+    assert seconds == sorted(seconds) and seconds[0] > 0
+
+
 def test_an_answer_ends_where_the_engine_s_length_does(tiny_target: Target) -> None:
     [(tokens, reason)] = generate(tiny_target, PROMPTS[1:2], KEYS[:1], GREEDY, max_length=33)
     [(whole, _)] = generate(tiny_target, PROMPTS[1:2], KEYS[:1], GREEDY)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import shutil
@@ -506,6 +507,38 @@ class TestAnswers:
         assert by_length[61]["max_tokens"] == 3 and by_length[1]["max_tokens"] == 5
         assert by_length[1]["stop_token_ids"] == [9] and len({body["seed"] for body in peer.seen}) == 11
         assert all("kv_transfer_params" not in body for body in peer.seen) and peer.peak <= 2
+
+    def test_the_next_group_begins_while_the_last_one_drains(self, target: Path, peer: Peer) -> None:
+        slow, behind = [5], [[20], [21], [22]]
+        peer.act = lambda number, body: until(lambda: len(peer.seen) > 5) if body["prompt"] == slow else None
+        groups = [{"a": [1], "b": slow, "c": [2]}, {str(prompt): prompt for prompt in behind}]
+        with engine(target, peer, answers=True) as asked:
+            found = [*asked.completions(groups, self.SAMPLING)]
+        names = [name for name, _ in found]
+        assert sorted(names) == sorted(["a", "b", "c", *map(str, behind)])
+        assert names.index("b") > names.index(str(behind[0])), "handed over as they come"
+        assert peer.peak == 2
+
+    def test_groups_are_fetched_as_their_answers_are(self, target: Path, peer: Peer) -> None:
+        fetched = itertools.count()
+        groups = ({f"{next(fetched)}": [1 + number % 9]} for number in itertools.count())
+        with engine(target, peer, answers=True) as asked:
+            answers = asked.completions(groups, self.SAMPLING)
+            for number in range(1, 11):
+                next(answers)
+                until(lambda: peer.now == 0)
+                assert len(peer.seen) <= number + 2 * 2, "twice as many as are in flight, at most"
+            answers.close()
+        assert next(fetched) <= 10 + 2 * 2
+
+    def test_what_came_before_a_refusal_is_handed_over(self, target: Path, peer: Peer) -> None:
+        peer.act = lambda number, body: 400 if number == 3 else None
+        found = []
+        with engine(target, peer, answers=True, in_flight=1) as asked, \
+                pytest.raises(UserError, match="refused request 3"):
+            for name, _ in asked.completions([{str(token): [token] for token in range(8)}], self.SAMPLING):
+                found.append(name)
+        assert found == ["0", "1", "2"]
 
     def test_no_room(self, target: Path, peer: Peer) -> None:
         with engine(target, peer, answers=True) as asked, \

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from trainer.data.answering import Answering
 from trainer.data.chat import Chat
-from trainer.data.response_rows import GroupFile
 from trainer.engines.base import TargetEngine
 from trainer.errors import UserError
 from trainer.progress import Progress
@@ -60,22 +60,17 @@ class OwnPrompts:
         if not self.prompts:
             return []
         self.require_free(known)
-        writer = GroupFile(folder / OWN_PROMPTS)
+        answering = Answering(engine, folder / OWN_PROMPTS)
         opening, names, longest = chat.opening(), self.ids(), self.longest(chat)
         sampling = Sampling(self.max_new_tokens, self.temperature, self.top_p, seed)
-        with Progress("own prompts", total=len(names), unit="prompts", start=len(writer.rows)) as bar:
-            for start in range(0, len(names), engine.group):
-                keys = names[start:start + engine.group]
-                if all(key in writer.rows for key in keys):
-                    continue
-                drawn = engine.generate([opening] * len(keys), keys, sampling)
-                writer.append([{"id": key, "split": "train", "category": CATEGORY, "prompt": opening,
-                                "tokens": list(each.tokens), "finish_reason": each.finish_reason}
-                               for key, each in zip(keys, drawn, strict=True)])
-                bar.advance(len(keys))
+        openings = [{"id": name, "split": "train", "category": CATEGORY, "prompt": opening} for name in names]
+        groups = [openings[start:start + engine.group] for start in range(0, len(names), engine.group)]
+        with Progress("own prompts", total=len(names), unit="prompts", start=answering.count) as bar:
+            answering.ask(groups, sampling, bar)
+        answering.finish()
         seen = {" ".join(prompt.turns[0].split()) for prompt in known}
         found = []
-        for row in writer.rows.values():
+        for row in answering.rows.values():
             text = chat.tokenizer.decode(row["tokens"], skip_special_tokens=True).strip()
             plain = " ".join(text.split())
             prompt = Prompt(row["id"], (text,), category=CATEGORY, language="und")

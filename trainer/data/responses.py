@@ -2,8 +2,8 @@
 turn.
 
 Token ids are stored as the engine returned them and never tokenised again. Prompts are answered in groups
-whose make-up depends on the data alone, and a group is appended whole, so that a killed run goes on with the
-next group and ends with the same bytes as an unbroken one. Later turns see the target's own earlier answers.
+whose make-up depends on the data alone, and a group is appended whole, in order, so that a killed run goes on
+and ends with the same bytes as an unbroken one. Later turns see the target's own earlier answers.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from trainer.data import report
+from trainer.data.answering import Answering
 from trainer.data.chat import Chat
 from trainer.data.own_prompts import OwnPrompts
 from trainer.data.prompts import read_prompts
-from trainer.data.response_rows import RESPONSES, GroupFile, Row, describe, read_rows, read_samples
+from trainer.data.response_rows import RESPONSES, Row, describe, read_rows, read_samples
 from trainer.engines.base import TargetEngine
 from trainer.errors import UserError
 from trainer.pipeline import Stage
@@ -113,7 +114,7 @@ class Regenerate(Stage):
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
         chat = Chat.of(self.target)
         prompts = read_prompts(inputs["prompts"])
-        writer = GroupFile(out / RESPONSES)
+        answering = Answering(self.engine, out / RESPONSES)
         dropped = self._too_long(chat, prompts)
         prompts = [(prompt, name) for prompt, name in prompts if prompt.id not in dropped]
         drawn = replace(self.sampling, temperature=self.more.temperature, top_p=self.more.top_p)
@@ -122,18 +123,14 @@ class Regenerate(Stage):
             prompts = [*prompts, *((prompt, "train") for prompt in own)]
             work = [(prompts, self.sampling), (self.more.of(prompts), drawn)]
             total = sum(len(prompt.turns) for part, _ in work for prompt, _ in part)
-            with Progress("responses", total=total, unit="answers", start=len(writer.rows)) as bar:
-                for group, sampling in self._all_groups(chat, work, writer.rows, engine.group):
-                    if writer.has(group):
-                        continue
-                    rows, seconds = self._answer(engine, group, sampling)
-                    writer.append(rows)
-                    tokens = sum(len(row["tokens"]) for row in rows)
-                    bar.advance(len(rows), **{"tokens/s": tokens / max(seconds, 1e-6)})
-        answered = list(writer.rows.values())
+            with Progress("responses", total=total, unit="answers", start=answering.count) as bar:
+                for groups, sampling in self._turns(chat, work, answering.rows, engine.group):
+                    answering.ask(groups, sampling, bar)
+        answering.finish()
+        answered = list(answering.rows.values())
         report.write(out, inputs["prompts"], answered, {TOO_LONG: sorted(dropped)}, self.target)
         return {**describe(answered, self.target, sorted(dropped)), "own_prompts": len(own),
-                "own_left_out": self.own.prompts - len(own), "turns_without_room": total - len(writer.rows)}
+                "own_left_out": self.own.prompts - len(own), "turns_without_room": total - len(answered)}
 
     def _too_long(self, chat: Chat, prompts: list[Placed]) -> set[str]:
         dropped = set()
@@ -150,16 +147,15 @@ class Regenerate(Stage):
                             f"{self.engine.max_length}; raise target.max_length, which sets it")
         return dropped
 
-    def _all_groups(self, chat: Chat, work: list[tuple[list[Placed], Sampling]], done: dict[str, Row],
-                    size: int) -> Iterator[tuple[list[Row], Sampling]]:
-        """Turn after turn of the first part, then of the next. Lazily: a later turn reads `done`."""
+    def _turns(self, chat: Chat, work: list[tuple[list[Placed], Sampling]], done: dict[str, Row],
+               size: int) -> Iterator[tuple[list[list[Row]], Sampling]]:
+        """The groups of each turn of the first part, then of the next. Lazily: a later turn reads `done`."""
         for prompts, sampling in work:
             for turn in range(max((len(prompt.turns) for prompt, _ in prompts), default=0)):
-                for group in self._groups(chat, prompts, turn, done, size):
-                    yield group, sampling
+                yield self._groups(chat, prompts, turn, done, size), sampling
 
     def _groups(self, chat: Chat, prompts: list[Placed], turn: int, done: dict[str, Row],
-                size: int) -> Iterator[list[Row]]:
+                size: int) -> list[list[Row]]:
         """Questions of one turn, longest first (they decide the memory), in groups of `size`."""
         questions = []
         for prompt, name in prompts:
@@ -175,16 +171,7 @@ class Regenerate(Stage):
             questions.append({"id": f"{prompt.id}#{turn}", "split": name, "category": prompt.category,
                               "language": prompt.language, "prompt": ids})
         questions.sort(key=lambda row: (-len(row["prompt"]), row["id"]))
-        for start in range(0, len(questions), size):
-            yield questions[start:start + size]
-
-    def _answer(self, engine: TargetEngine, group: list[Row],
-                sampling: Sampling) -> tuple[list[Row], float]:
-        """The group with its answers, and the seconds that it took."""
-        prompts, keys = [row["prompt"] for row in group], [row["id"] for row in group]
-        answers = engine.generate(prompts, keys, sampling)
-        return [{**row, "tokens": list(answer.tokens), "finish_reason": answer.finish_reason}
-                for row, answer in zip(group, answers, strict=True)], max(each.seconds for each in answers)
+        return [questions[start:start + size] for start in range(0, len(questions), size)]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Requests always carry token ids, so there is one tokenisation in the whole pipel
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, Self
@@ -14,6 +14,8 @@ from typing import ClassVar, Self
 from torch import Tensor
 
 from trainer.records import Completion, HiddenStates, Sampling, Tap
+
+Group = Mapping[str, Sequence[int]]  # prompts by their keys, each of which seeds the sampling of its own
 
 
 class Session(ABC):
@@ -34,6 +36,7 @@ class TargetEngine(ABC):
 
     device: str = "cpu"  # where the tensors of its sessions are
     every_tap: ClassVar[bool] = False  # whether it gives taps that are no layer ids, too
+    apart: bool = False  # whether it answers prompts one by one, so that some of a group can be asked alone
 
     @property
     def origin(self) -> str:
@@ -43,8 +46,8 @@ class TargetEngine(ABC):
     @property
     @abstractmethod
     def group(self) -> int:
-        """How many requests are handed over at once. A group is answered as one unit: what is in it decides
-        the numerics, so groups are formed from the data alone, never from what was done before."""
+        """How many prompts make a group. Unless they are answered `apart` it is one unit: what is in it
+        decides the numerics, so groups are formed from the data alone, never from what was done before."""
 
     @property
     @abstractmethod
@@ -66,9 +69,15 @@ class TargetEngine(ABC):
         """Binds the target's folder and the ids at which an answer ends; cheap, nothing is loaded yet."""
 
     @abstractmethod
+    def completions(self, groups: Iterable[Group], sampling: Sampling) -> Iterator[tuple[str, Completion]]:
+        """Answers by their keys, each as soon as it is there. Groups are begun in order, and fetched as they
+        are; `apart`, the next begins while the last ones of the one before are under way."""
+
     def generate(self, prompts: Sequence[Sequence[int]], keys: Sequence[str],
                  sampling: Sampling) -> list[Completion]:
-        """Answers one group of prompts, in order. `keys` seed each prompt's sampling, apart from the rest."""
+        """Answers one group of prompts, in order, when all are there. No key twice."""
+        found = dict(self.completions([dict(zip(keys, prompts, strict=True))], sampling))
+        return [found[key] for key in keys]
 
     @abstractmethod
     def hidden_states(self, rows: Sequence[Sequence[int]],

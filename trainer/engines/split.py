@@ -5,13 +5,13 @@ The gates on hidden states hold for the engine that computes them, whichever ans
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from trainer.engines.base import Session, TargetEngine
+from trainer.engines.base import Group, Session, TargetEngine
 from trainer.errors import UserError
 from trainer.ranges import Dtype, SequenceLength
 from trainer.records import Completion, HiddenStates, Sampling, Tap
@@ -30,7 +30,7 @@ class SplitEngine(TargetEngine):
             if part.max_length != max_length:
                 raise UserError(f"target_engine.{name}.max_length={part.max_length} is not "
                                 f"target_engine.max_length={max_length}; set the latter alone.")
-        self.every_tap = states.every_tap
+        self.every_tap, self.apart = states.every_tap, answers.apart
         self._open = ExitStack()
         self._loaded: dict[str, TargetEngine] = {}
 
@@ -72,9 +72,8 @@ class SplitEngine(TargetEngine):
                  trace: TracebackType | None) -> None:
         self._open.__exit__(kind, error, trace)
 
-    def generate(self, prompts: Sequence[Sequence[int]], keys: Sequence[str],
-                 sampling: Sampling) -> list[Completion]:
-        return self._entered("answers").generate(prompts, keys, sampling)
+    def completions(self, groups: Iterable[Group], sampling: Sampling) -> Iterator[tuple[str, Completion]]:
+        return self._entered("answers").completions(groups, sampling)
 
     def hidden_states(self, rows: Sequence[Sequence[int]],
                       tap_layers: Sequence[Tap]) -> Iterator[HiddenStates]:

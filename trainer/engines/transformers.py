@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from trainer.engines.base import Session, TargetEngine
+from trainer.engines.base import Group, Session, TargetEngine
 from trainer.engines.growing_cache import growing_cache, recurrent_layers, whole_cache
 from trainer.errors import UserError
 from trainer.ranges import Amount, Count, Device, Dtype, SequenceLength, require_device
@@ -92,13 +92,16 @@ class TransformersEngine(TargetEngine):
                  trace: TracebackType | None) -> None:
         self.model = None
 
+    def completions(self, groups: Iterable[Group], sampling: Sampling) -> Iterator[tuple[str, Completion]]:
+        for group in groups:
+            yield from self._together([*group], [*group.values()], sampling)
+
     @torch.inference_mode()
-    def generate(self, prompts: Sequence[Sequence[int]], keys: Sequence[str],
-                 sampling: Sampling) -> list[Completion]:
+    def _together(self, keys: Sequence[str], prompts: Sequence[Sequence[int]],
+                  sampling: Sampling) -> Iterator[tuple[str, Completion]]:
         self._check_lengths(prompts)
         start = time.perf_counter()
         answers: list[list[int]] = [[] for _ in prompts]
-        reasons = ["length"] * len(prompts)
         generators = [_generator(sampling.seed, key) for key in keys]
         slots, running = list(range(len(prompts))), set(range(len(prompts)))
         logits, cache, mask, position = self._prefill(prompts)
@@ -108,12 +111,13 @@ class TransformersEngine(TargetEngine):
                 if row not in running:
                     continue
                 answers[row].append(token)
-                if token in self.end_ids:
-                    reasons[row] = "stop"
                 full = len(answers[row]) == sampling.max_new_tokens \
                     or len(prompts[row]) + len(answers[row]) == self.max_length
                 if full or token in self.end_ids:
                     running.discard(row)
+                    yield keys[row], Completion(tuple(answers[row]),
+                                                "stop" if token in self.end_ids else "length",
+                                                time.perf_counter() - start)
             if not running:
                 break
             if len(running) <= CROWDED * len(slots):
@@ -127,9 +131,6 @@ class TransformersEngine(TargetEngine):
             logits = self.model(input_ids=picked[:, None], attention_mask=mask,
                                 position_ids=position[:, None], **{cache_argument(self.model): cache},
                                 logits_to_keep=1).logits[:, -1]
-        seconds = time.perf_counter() - start
-        return [Completion(tuple(answer), reason, seconds)
-                for answer, reason in zip(answers, reasons, strict=True)]
 
     def _prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Any, Tensor, Tensor]:
         """Runs all prompts, left-padded to the longest; returns next-token logits [B, V], cache, mask [B, T]

@@ -12,7 +12,7 @@ import asyncio
 import json
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from typing import Self
 
 import httpx
 
-from trainer.engines.base import Session, TargetEngine
+from trainer.engines.base import Group, Session, TargetEngine
 from trainer.engines.states_folder import private_folder, shared_folder
 from trainer.engines.vllm_client import request
 from trainer.engines.vllm_pool import Pool
@@ -57,8 +57,10 @@ class VllmEngineRuntime:
 
 class VllmEngine(TargetEngine):
     """`server` says how one is started, but for its longest sequence: `max_length` tokens. `batch` prompts
-    are handed over at once. Hidden states of up to `states_batch` rows are computed together: of 1, they are
-    the same bits whatever else is asked, before or beside; of more, sums are rounded in other orders."""
+    make a group. Hidden states of up to `states_batch` rows are computed together: of 1, they are the same
+    bits whatever else is asked, before or beside; of more, sums are rounded in other orders."""
+
+    apart = True
 
     def __init__(self, server: VllmServer, dtype: Dtype, batch: Count, states_batch: Count,
                  max_length: SequenceLength, trust_remote_code: bool, runtime: VllmEngineRuntime) -> None:
@@ -117,16 +119,18 @@ class VllmEngine(TargetEngine):
             self._stop_answers()
             self._stop_states()
 
-    def generate(self, prompts: Sequence[Sequence[int]], keys: Sequence[str],
-                 sampling: Sampling) -> list[Completion]:
+    def completions(self, groups: Iterable[Group], sampling: Sampling) -> Iterator[tuple[str, Completion]]:
         """Raises UserError for a prompt without room, a refusal, or a server that was lost for good."""
-        longest = max(map(len, prompts), default=0)
-        if longest >= self.max_length:
-            raise UserError(f"a prompt has {longest} tokens but target_engine.max_length is "
+        asked = enumerate(each for group in groups for each in group.items())
+        return self._answering().as_they_come(
+            (key, partial(self._answer, index, self._with_room(prompt), key, sampling))
+            for index, (key, prompt) in asked)
+
+    def _with_room(self, prompt: Sequence[int]) -> Sequence[int]:
+        if len(prompt) >= self.max_length:
+            raise UserError(f"a prompt has {len(prompt)} tokens but target_engine.max_length is "
                             f"{self.max_length}; raise it or leave the prompt out.")
-        pool = self._answering()
-        return _gathered([pool.submit(partial(self._answer, index, prompt, key, sampling))
-                          for index, (prompt, key) in enumerate(zip(prompts, keys, strict=True))])
+        return prompt
 
     async def _answer(self, index: int, prompt: Sequence[int], key: str, sampling: Sampling,
                       server: RunningServer, http: httpx.AsyncClient) -> Completion:
@@ -285,14 +289,6 @@ async def _probe(reader: StatesReader, server: RunningServer) -> None:
     """One small request all the way, before anything heavy is asked."""
     async with httpx.AsyncClient(**server.client.options) as http:
         await reader.ask(server, http, 0, PROBE, reader.layers)
-
-
-def _gathered(futures: Sequence[Future[Completion]]) -> list[Completion]:
-    try:
-        return [future.result() for future in futures]
-    finally:
-        for future in futures:
-            future.cancel()
 
 
 def _differing(theirs: Path, ours: Path) -> list[str]:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
+from queue import SimpleQueue
 from typing import TypeVar
 
 import httpx
@@ -78,6 +80,27 @@ class Pool:
     def submit(self, job: Job[Answer]) -> Future[Answer]:
         """The answer of `job`, given to some server as soon as one has room, or its UserError."""
         return asyncio.run_coroutine_threadsafe(self._patiently(job), self.loop)
+
+    def as_they_come(self, jobs: Iterable[tuple[str, Job[Answer]]]) -> Iterator[tuple[str, Answer]]:
+        """The answers of jobs by their names, each as soon as it is there. A bounded number of jobs is under
+        way or waits to be fetched; the next is taken when there is room, so no server is idle in between."""
+        arrived: SimpleQueue[tuple[str, Future[Answer]]] = SimpleQueue()
+        under_way: set[Future[Answer]] = set()
+        todo = iter(jobs)
+        try:
+            while True:
+                while len(under_way) < self.room and (following := next(todo, None)) is not None:
+                    asked = self.submit(following[1])
+                    under_way.add(asked)
+                    asked.add_done_callback(partial(_put, arrived, following[0]))
+                if not under_way:
+                    return
+                name, answered = arrived.get()
+                under_way.discard(answered)
+                yield name, answered.result()
+        finally:
+            for unfetched in under_way:
+                unfetched.cancel()
 
     def stop(self) -> None:
         """Cancels what is under way and stops what was started, a restart that is under way included."""
@@ -184,6 +207,10 @@ class Pool:
         if not member.told:
             member.told = True
             _say(f"{lost} Trying again for up to {left:.0f} s (target_engine.runtime.patience_s).")
+
+
+def _put(arrived: SimpleQueue[tuple[str, Future[Answer]]], name: str, answered: Future[Answer]) -> None:
+    arrived.put((name, answered))
 
 
 def _say(line: str) -> None:

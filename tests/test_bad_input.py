@@ -177,7 +177,7 @@ CHECKED = {  # what is set, and a part of what is told
     "an optimizer's setting": ("+optimizer.capturable=true", "mend optimizer.capturable"),
     "a mask token with a meaning": ("target.mask_token=65", "is an ordinary token of texts"),
     "a prompt without room": ("target.max_length=20", "which leaves no room for an answer within"),
-    "layers beyond the target's": ("target.tap_layers=[1,7]", "tap_layers [1, 7] must lie between"),
+    "layers beyond the target's": ("target.tap_layers=[1,7]", "target.tap_layers [1, 7] must lie between"),
     "a draft longer than any text": ("drafter.block_size=2000", "of fewer than 1024 tokens, which a row of "
                                      "train.tokens=1024 and a text of target.max_length=1024"),
     "a bias of more ranks than rows": ("drafter=dspark drafter.markov_rank=301",

@@ -219,7 +219,7 @@ TYPOS = {
     "run=[trian]": "run (command line): there is no stage 'trian'; nearest: train; stages: prompts, train, "
                    "report",
     "run=train": "run (command line): must be list[str] that is not empty and without repetition, but is "
-                 "'train' (str); a list is written [train]",
+                 "'train' (str); a list is written run=[train]",
     "seed=x": "seed (command line): must be int of at least 0 and below 9223372036854775808, but is 'x' "
               "(str)",
     "+foo=1": "foo (command line): unknown key; the configuration takes cache_root, command, drafter, "
@@ -229,7 +229,7 @@ TYPOS = {
     "drafter.foo=1": "drafter.foo (command line): unknown key; drafter takes block_size, kernel",
     "drafter.target=x": "drafter.target (command line): unknown key; drafter can take it but does not set "
                         "it: write +drafter.target=...",
-    "recipe=frist": "recipe (command line): there is no 'frist'; choices: first, second",
+    "recipe=frist": "recipe (command line): there is no 'frist'; nearest: first; choices: first, second",
     "recipe=": "recipe (command line): there is no ''; choices: first, second",
     "recip=second": "recip (command line): unknown key; nearest: recipe",
     "prompts=none": "prompts (command line): there is no 'none'; choices: few, many",
@@ -272,10 +272,11 @@ RECIPES = {
                                        "prompts.runtime.threads",
     "defaults: [{override /drafte: small}]": "drafte (recipes/bad.yaml): in defaults: unknown key; nearest: "
                                              "drafter",
-    "defaults: [{override /drafter: smal}]": "drafter (recipes/bad.yaml): there is no 'smal'; choices: small",
+    "defaults: [{override /drafter: smal}]": "drafter (recipes/bad.yaml): there is no 'smal'; nearest: "
+                                            "small; choices: small",
     "defaults: [{override drafter: small}]": "drafter (recipes/bad.yaml): in defaults: write it as /drafter",
-    "defaults: [/recipe/frist]": "recipe (recipes/bad.yaml): there is no 'frist'; choices: bad, first, "
-                                 "second",
+    "defaults: [/recipe/frist]": "recipe (recipes/bad.yaml): there is no 'frist'; nearest: first; choices: "
+                                 "bad, first, second",
     "defaults: first": "recipes/bad.yaml must hold 'key: value' lines, and its defaults a list",
     "train: {lr: '${trian.lr}'}": "train.lr (recipes/bad.yaml): ${trian.lr} leads nowhere: unknown key; "
                                   "nearest: train.lr",

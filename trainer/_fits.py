@@ -45,12 +45,13 @@ def locate(dotted: str) -> Any:
     raise UserError(f"there is no module '{parts[0]}'; a _target_ is module.Class")
 
 
-def mismatch(value: Any, hint: Any, recursive: bool = True) -> str | None:
-    """What is wrong with `value` for the annotation `hint`, or None; true and false are no numbers."""
+def mismatch(value: Any, hint: Any, recursive: bool = True, key: str = "") -> str | None:
+    """What is wrong with `value` for the annotation `hint`, or None; true and false are no numbers. `key` is
+    what is to be set to another one."""
     if _fits(value, hint, recursive):
         return None
-    as_list = isinstance(value, str) and _fits([value], hint, recursive)
-    advice = f"; a list is written [{value}]" if as_list else ""
+    as_list = type(value) in (str, int, float) and _fits([value], hint, recursive)
+    advice = f"; a list is written {key}{'=' if key else ''}[{value}]" if as_list else ""
     return f"must be {_name(hint)}, but is {shown(value, recursive)}{advice}"
 
 

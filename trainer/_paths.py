@@ -179,10 +179,15 @@ def paths(tree: Any, start: str = "") -> Iterator[str]:
         yield from paths(value, f"{start}{name}.")
 
 
-def nearest(name: str, names: Collection[str]) -> str:
-    """The end of a message: the likeliest of `names`, or nothing."""
-    near = difflib.get_close_matches(name, names, 1, 0.6)
-    return f"; nearest: {near[0]}" if near else ""
+def nearest(name: str, names: Collection[str], count: int = 1) -> str:
+    """The end of a message: the likeliest of `names`, `count` of them at most, or nothing."""
+    near = difflib.get_close_matches(name, names, count, 0.6)
+    return f"; nearest: {', '.join(near)}" if near else ""
+
+
+def no_option(name: str, options: Collection[str]) -> str:
+    """What to say of an option that a group has not got."""
+    return f"there is no '{name}'{nearest(name, options, 3)}; choices: {', '.join(options)}"
 
 
 def _entry(name: str, text: str) -> list[str]:

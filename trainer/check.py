@@ -214,6 +214,6 @@ class _Checker:
     def typed(self, key: str, value: Any, hint: Any, recursive: bool = True) -> None:
         """Judges a value where it is read, and blames the key that holds it."""
         source = holder(self.raw, key)
-        text = mismatch(value, hint, recursive)
+        text = mismatch(value, hint, recursive, source)
         if text and at(self.raw, source) != "???":
             self.add(source, text + (f" where {key} reads it" if source != key else ""))

@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from trainer._paths import NOTHING, Choices, Source, Sources, at, holder, unknown
+from trainer._paths import NOTHING, Choices, Source, Sources, at, holder, no_option, unknown
 from trainer._secrets import MASK, masked
 from trainer.check import Configuration, needs_value, takes, unknown_arguments
 from trainer.errors import UserError
@@ -187,15 +187,15 @@ def _overrides(arguments: list[str], groups: Groups) -> list[Override]:
         except HydraException as error:
             raise UserError(f"'{argument}' cannot be read; settings are written key=value, lists key=[a,b], "
                             f"text with special signs key='\"...\"'") from error
-        key, options = override.key_or_group, ", ".join(groups.get(override.key_or_group, ()))
+        key, options = override.key_or_group, groups.get(override.key_or_group, {})
         if override.is_sweep_override():
             raise UserError(f"{key} (command line): one run takes one value; a list is written {key}=[a,b], "
                             f"and several values to compare need one command each")
         if override.is_hydra_override():
             raise UserError(f"{key} (command line): Hydra's own settings have no effect here; leave it out")
         wanted = argument.partition("=")[2]
-        if options and _chooses(override, groups) and not override.is_delete() and wanted not in groups[key]:
-            raise UserError(f"{key} (command line): there is no '{wanted}'; choices: {options}")
+        if options and _chooses(override, groups) and not override.is_delete() and wanted not in options:
+            raise UserError(f"{key} (command line): {no_option(wanted, options)}")
         if _chooses(override, groups) and any(key == each.key_or_group for each in found
                                               if _chooses(each, groups)):
             raise UserError(f"{key} (command line): is chosen twice; give one choice of it")
@@ -243,8 +243,7 @@ def _explained(error: Exception, files: dict[str, Source], groups: Groups) -> st
     asking = [file.shown for file in files.values() if {option, f"/{group}/{option}"} & {
         text for entry in file.content.get("defaults", []) for text in (
             [entry] if isinstance(entry, str) else map(str, entry.values()))}]
-    return (f"{group} ({asking[0] if asking else files[name].shown}): there is no '{option}'; "
-            f"choices: {', '.join(groups[group])}")
+    return f"{group} ({asking[0] if asking else files[name].shown}): {no_option(option, groups[group])}"
 
 
 def _dotted(key: str) -> str:

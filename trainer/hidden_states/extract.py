@@ -94,7 +94,8 @@ class Probe(Stage):
     def _layers(self) -> list[int]:
         layers, count = sorted(set(self.tap_layers)), self.target.config["num_hidden_layers"]
         if not layers or layers[0] < 0 or layers[-1] > count:
-            raise UserError(f"hidden_states.tap_layers {list(self.tap_layers)} must lie between 0 "
+            key = "target" if [*self.tap_layers] == [*self.target.tap_layers] else "hidden_states"
+            raise UserError(f"{key}.tap_layers {list(self.tap_layers)} must lie between 0 "
                             f"(embeddings) and {count} (after the last layer of {self.target.name})")
         return layers
 

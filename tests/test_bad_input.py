@@ -170,7 +170,7 @@ def test_given_answers_in_a_recipe_that_samples(home: Home, capfd: pytest.Captur
 GEMMA4 = "drafter=gemma4_assistant export.formats=[native] evaluate.format=native"
 CHECKED = {  # what is set, and a part of what is told
     "prompts without answers": ("responses=as_given", "prompts bring no answer that is not empty"),
-    "a draft vocabulary too small": ("drafter.draft_vocab_size=1", "=1 must lie between the 2 special"),
+    "a draft vocabulary too small": ("drafter.draft_vocab_size=2", "=2 must lie between 3, as 2 special"),
     "a draft vocabulary too large": ("drafter.draft_vocab_size=999", "draft_vocab_size=999 must lie between"),
     "attention that cannot train here": ("drafter.attention=flex", "drafter.attention=flex has no backward"),
     "too long for the target": ("target.max_length=9999", "target.max_length=9999 is more than the 2048"),
@@ -208,6 +208,32 @@ def test_what_check_finds_without_a_run(home: Home, capfd: pytest.CaptureFixture
     lines = [line for line in err.splitlines() if not line.startswith("note: ")]
     assert status == 2 and lines and all(line.startswith("error: ") for line in lines), err
     assert expected in err and "right" not in out and not home.root.exists(), err
+
+
+def test_check_shows_what_would_run_without_a_target(home: Home, capfd: pytest.CaptureFixture[str]) -> None:
+    """Whose files are not here: what depends on them has no folder yet, and is named all the same."""
+    absent = ["target=folder", "target.name=absent", "target.source.path=/absent", "target.mask_token=x",
+              "target.tap_layers=[1,2]", "drafter.draft_vocab_size=null"]
+    status, out, err = quick(home, capfd, *ALONE, "--check", *absent, "run=[prompts,responses,train,export]")
+    first, prompts, *others = out.splitlines()
+    assert status == 2 and "/absent" in err and first == "recipe smoke"
+    assert prompts.split()[:2] == ["prompts", "run"] and str(home.root / "prompts") in prompts
+    unnamed = "in a folder that is named by what is not here"
+    assert others == [f"  responses      run       {unnamed}", f"  hidden_states  not in run=  {unnamed}",
+                      f"  train          run       {unnamed}", f"  export         run       {unnamed}",
+                      "note: train.steps=250 says how long training is; train.epochs=6 does nothing"]
+    assert not home.root.exists()
+
+
+def test_what_is_right_and_not_what_one_may_expect_is_remarked(home: Home,
+                                                               capfd: pytest.CaptureFixture[str]) -> None:
+    status, out, err = quick(home, capfd, *ALONE, "--check", "evaluate.prompts=500", "train.epochs=3")
+    notes = [line for line in out.splitlines() if line.startswith("note: ")]
+    assert status == 0 and not err and notes == [
+        "note: train.steps=250 says how long training is; train.epochs=3 does nothing",
+        "note: evaluate.prompts=500 is more than prompts.heldout=16; all that are held out are asked"]
+    _, out, _ = quick(home, capfd, *ALONE, "--check", "train.steps=null", "evaluate.prompts=16")
+    assert "note: " not in out
 
 
 def test_a_root_that_nobody_can_write(home: Home, capfd: pytest.CaptureFixture[str]) -> None:

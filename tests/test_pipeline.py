@@ -95,6 +95,17 @@ class Bringing(Use):
         return ("last",) if self.wanted else ()
 
 
+class Remarkable(Use):
+    def remarks(self, stages: Mapping[str, Any]) -> list[str]:
+        return [f"a size of {stages['make'].size} is odd"] if stages["make"].size % 2 else []
+
+
+class Looking(Use):
+    def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
+        CALLS.append(Path("runs/latest.json").read_text())
+        raise UserError("fails after that")
+
+
 class Circular(Use):
     after: ClassVar[tuple[str, ...]] = ("use",)
 
@@ -446,6 +457,20 @@ def test_latest_points_at_the_newest_folders() -> None:
     Path("runs/latest.json").write_text("{broken")
     pipeline.run(settings())
     assert set(json.loads(Path("runs/latest.json").read_text())) == {"make", "use"}
+
+
+def test_latest_names_each_stage_as_soon_as_it_is_finished() -> None:
+    """Whoever looks while the next one runs, or after it failed, finds the last one that did not."""
+    with pytest.raises(UserError, match="fails after that"):
+        pipeline.run(settings() | {"use": {"_target_": f"{__name__}.Looking", "factor": 2.0}})
+    assert json.loads(CALLS[-1]) == {"make": str(folders(settings())["make"].resolve())}
+
+
+def test_remarks_are_told_once_and_not_of_what_is_finished(capsys: pytest.CaptureFixture[str]) -> None:
+    config = settings() | {"use": {"_target_": f"{__name__}.Remarkable", "factor": 2.0}}
+    for stages, count in ((("make",), 0), (("make", "use"), 1), (("make", "use"), 0)):
+        pipeline.run(config | {"run": list(stages)})
+        assert capsys.readouterr().out.splitlines().count("note: a size of 3 is odd") == count
 
 
 def test_a_finished_run_needs_no_right_to_write(capsys: pytest.CaptureFixture) -> None:

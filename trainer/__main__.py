@@ -115,8 +115,7 @@ def _main(arguments: list[str], choices: Choices | None) -> int:
     if problems := configuration.lines(configuration.held(pipeline.check(settings))):
         return _complain(problems)
     if "check" in flags:
-        stages = pipeline.plan(settings)
-        pipeline.show(stages, settings)
+        stages = pipeline.plan(settings, shown=True)
         pipeline.require_inputs(stages, settings["run"])
         with gathered() as attempt:
             attempt(partial(pipeline.preflight, stages, settings["run"]))

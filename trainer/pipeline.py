@@ -11,12 +11,10 @@ import re
 import shutil
 import tempfile
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
@@ -25,83 +23,10 @@ from trainer import _folders, _latest
 from trainer._folders import full_disk, locked, write_sealed
 from trainer._secrets import masked
 from trainer._stage_record import fingerprint, finished, made_by, require_unchanged, say
+from trainer._stages import Planned, Stage
 from trainer.errors import UserError, first_line, gathered
 
 REFUSALS = (ValueError, TypeError)  # by which constructors refuse what they are given
-
-
-class Stage(ABC):
-    """One step of the run; implementations are frozen dataclasses that do nothing heavy when built."""
-
-    after: ClassVar[tuple[str, ...]]  # names of the stages whose folders it reads
-    version: ClassVar[int]  # raise it when the code changes the result
-    uses: ClassVar[tuple[str, ...]] = ()  # stages whose folders it reads where they are finished, or in run
-    idle: ClassVar[tuple[str, ...]] = ()  # keys of its settings, nested ones with dots, that decide nothing
-    neutral: ClassVar[Mapping[str, Any]] = {}  # keys, as in idle, by a value with which they do nothing
-    lasting: ClassVar[bool] = True  # False: a view of how things are now, made anew every time
-    sized: ClassVar[tuple[str, ...]] = ()  # globs of files with checksums of their own, or that may grow
-
-    @property
-    def brings(self) -> tuple[str, ...]:
-        """Stages that end every run which names this one, as its settings ask for them."""
-        return ()
-
-    @property
-    def quick(self) -> bool:
-        """Whether `run` takes a moment and nothing but files that are here, so that `--check` may try it."""
-        return False
-
-    def check(self, stages: Mapping[str, Any]) -> dict[str, str]:
-        """By key what is wrong with settings that are right one by one, of this stage or together with those
-        of `stages`, by name all that it stands on. Cheap: nothing outside the settings is looked at."""
-        return {}
-
-    def external(self) -> dict[str, Any]:
-        """JSON-able facts outside the settings that decide the result, such as the hash of an input file."""
-        return {}
-
-    def preflight(self) -> None:
-        """Raises UserError unless what it needs on this machine is there. Asked of every stage that will run,
-        before the first one does."""
-        return
-
-    def foresee(self, inputs: dict[str, Path]) -> None:
-        """Raises what can be told already from those of `inputs` that are finished, before the stages between
-        are run. What `run` says as early need not be said here but for `--check`."""
-        return
-
-    @abstractmethod
-    def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
-        """Writes its result into `out`, going on from what lies there, and returns the numbers that matter;
-        "gates" among them holds gates as JSON by name. `inputs` holds the folder of each stage in `after`,
-        and of those in `uses` that are finished."""
-
-    def tell(self, folder: Path) -> None:
-        """Prints what people want to see of a finished `folder`; every run that names the stage ends so, the
-        last stage first: what was measured, and then what to do with it."""
-        return
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A stage with its place: where its folder is, and what it was computed from."""
-
-    name: str
-    stage: Stage
-    settings: dict[str, Any]
-    fingerprint: str
-    inputs: dict[str, str]
-    folder: Path
-
-    @property
-    def partial(self) -> Path:
-        return self.folder.with_name(f"{self.folder.name}.partial")
-
-    @property
-    def state(self) -> str:
-        if self.stage.lasting and finished(self.folder, self.fingerprint):
-            return "reuse"
-        return "continue" if self.partial.is_dir() and any(self.partial.iterdir()) else "run"
 
 
 def build(node: dict[str, Any], place: str = "", /, **arguments: Any) -> Any:
@@ -140,9 +65,10 @@ def check(settings: dict[str, Any]) -> dict[str, str]:
             for key, text in stages[name].check(stages).items()}
 
 
-def plan(settings: dict[str, Any]) -> list[Planned]:
+def plan(settings: dict[str, Any], shown: bool = False) -> list[Planned]:
     """The stages in `run`, all that they stand on and the finished ones that they use, in order of their
-    dependence. Raises once for all that is missing on this machine and keeps a stage from being planned."""
+    dependence; `shown` on standard output, too. Raises once for all that is missing on this machine and keeps
+    a stage from being planned."""
     root = _folders.usable("run_root", settings["run_root"], max(settings["run"], key=len, default=""))
     planned: dict[str, Planned] = {}
     with gathered() as attempt:
@@ -158,8 +84,11 @@ def plan(settings: dict[str, Any]) -> list[Planned]:
             deciding = {each: made for each, made in inputs.items() if stage.lasting or each in stage.after}
             digest = fingerprint(node, stage.version, external, deciding, stage.idle, stage.neutral)
             planned[name] = Planned(name, stage, node, digest, inputs, root / name / digest[:16])
-    needed = _needed(stages, settings["run"])
-    return [each for each in planned.values() if each.name in needed or each.state == "reuse"]
+        needed = _needed(stages, settings["run"])
+        found = [each for each in planned.values() if each.name in needed or each.state == "reuse"]
+        if shown:
+            _show(found, [name for name in needed if name not in planned], stages, settings)
+    return found
 
 
 def _needed(stages: Mapping[str, Stage], run: list[str]) -> list[str]:
@@ -193,16 +122,23 @@ def _stages(settings: dict[str, Any]) -> dict[str, Stage]:
     return built
 
 
-def show(stages: list[Planned], settings: dict[str, Any]) -> None:
-    """The header of a run: what happens to each stage, and where its folder is."""
+def _show(found: list[Planned], lacking: list[str], stages: Mapping[str, Stage],
+          settings: dict[str, Any]) -> None:
+    """The header of a run: what happens to each stage, and where its folder is; those that are `lacking`
+    something have none yet. Then what there is to remark."""
     if settings.get("recipe_name"):
         print(f"recipe {settings['recipe_name']}")
-    width = max(len(planned.name) for planned in stages)
-    for planned in stages:
-        state = planned.state
-        if planned.name not in settings["run"] and state != "reuse":
+    lines = [(planned.name, planned.state, str(planned.folder)) for planned in found]
+    lines += [(name, "run", "in a folder that is named by what is not here") for name in lacking]
+    width, remarks = max(len(name) for name, *_ in lines), []
+    for name, state, place in lines:
+        if state != "reuse" and name in settings["run"]:
+            remarks += stages[name].remarks(stages)
+        elif state != "reuse":
             state = "not in run="
-        print(f"  {planned.name:<{width}}  {state:<8}  {planned.folder}", flush=True)
+        print(f"  {name:<{width}}  {state:<8}  {place}", flush=True)
+    for remark in remarks:
+        print(f"note: {remark}", flush=True)
     root = Path(settings["run_root"]).expanduser()
     if not root.is_absolute():
         print(f"results go to {root.resolve()}; run_root= puts them elsewhere", flush=True)
@@ -255,8 +191,7 @@ def rehearse(stages: list[Planned], names: list[str]) -> None:
 
 def run(settings: dict[str, Any]) -> Path:
     """Goes through the stages named in `run`; returns report.json or the last stage's folder."""
-    stages = plan(settings)
-    show(stages, settings)
+    stages = plan(settings, shown=True)
     read = require_inputs(stages, settings["run"])
     preflight(stages, settings["run"])
     by_name = {planned.name: planned for planned in stages}
@@ -264,20 +199,25 @@ def run(settings: dict[str, Any]) -> Path:
     for planned in stages:
         if planned.state == "reuse" and (planned in wanted or planned.name in read):
             require_unchanged(planned.folder)
+    _remember(stages, settings)
     for place, planned in enumerate(wanted):
         if planned.state != "reuse":
             _execute(planned, {name: by_name[name].folder.resolve() for name in planned.inputs
                                if name in planned.stage.after or by_name[name].state == "reuse"})
+            _remember(stages, settings)
         for later in wanted[place + 2:]:  # the next one says so itself
             if planned.name in later.stage.after and later.state != "reuse":
                 later.stage.foresee({name: by_name[name].folder.resolve() for name in later.stage.after
                                      if by_name[name].state == "reuse"})
-    _latest.remember(Path(settings["run_root"]).expanduser(), {
-        planned.name: str(planned.folder.resolve()) for planned in stages if planned.folder.exists()})
     for planned in reversed(wanted):
         planned.stage.tell(planned.folder)
     result = by_name["report"].folder / "report.json" if "report" in settings["run"] else wanted[-1].folder
     return result if result.exists() else wanted[-1].folder
+
+
+def _remember(stages: list[Planned], settings: dict[str, Any]) -> None:
+    _latest.remember(Path(settings["run_root"]).expanduser(), {
+        planned.name: str(planned.folder.resolve()) for planned in stages if planned.folder.exists()})
 
 
 def _execute(planned: Planned, inputs: dict[str, Path]) -> None:

@@ -145,8 +145,8 @@ def choose(counts: Tensor, size: int, forced: tuple[int, ...]) -> Tensor:
 def size_problem(size: int | None, special: int, rows: int) -> str | None:
     """What is wrong with a draft vocabulary of `size` tokens (null: all) for a target of `rows` tokens, of
     which so many `special` ones are always in it; None when nothing is."""
-    return None if size is None or special <= size <= rows else \
-        f"must lie between the {special} special tokens and the target's {rows} rows"
+    return None if size is None or special < size <= rows else \
+        f"must lie between {special + 1}, as {special} special tokens are in it, and the target's {rows} rows"
 
 
 def coverage(counts: Tensor, ids: Tensor) -> float:
@@ -157,7 +157,7 @@ def coverage(counts: Tensor, ids: Tensor) -> float:
 def curve(counts: Tensor, sizes: Sequence[int], forced: tuple[int, ...] = ()) -> dict[int, float]:
     """The coverage of the vocabularies of those `sizes` that are smaller than the target's."""
     return {size: coverage(counts, choose(counts, size, forced)) for size in sizes
-            if len(set(forced)) <= size < counts.numel()}
+            if len(set(forced)) < size < counts.numel()}
 
 
 def offsets(ids: Tensor) -> Tensor:

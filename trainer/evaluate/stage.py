@@ -79,6 +79,12 @@ class Evaluate(Stage):
                                                f"tokens are accepted, but is {self.confidence:g}")
         return problems
 
+    def remarks(self, stages: Mapping[str, Any]) -> list[str]:
+        heldout = stages["prompts"].heldout
+        return [] if self.prompts <= heldout else [
+            f"evaluate.prompts={self.prompts} is more than prompts.heldout={heldout}; all that are held out "
+            "are asked"]
+
     def external(self) -> dict[str, Any]:
         return self.target.facts
 

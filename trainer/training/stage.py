@@ -105,6 +105,10 @@ class Train(Stage):
                                                    "reads the target's last state, but is none")
         return problems
 
+    def remarks(self, stages: Mapping[str, Any]) -> list[str]:
+        return [] if self.steps is None else [
+            f"train.steps={self.steps} says how long training is; train.epochs={self.epochs} does nothing"]
+
     def external(self) -> dict[str, Any]:
         return {**self.target.facts, **start_facts(self.drafter)}
 

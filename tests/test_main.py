@@ -521,6 +521,28 @@ def test_help_is_our_own_and_imports_nothing_heavy(toy: Path) -> None:
         assert text in listed
 
 
+def test_help_stars_what_the_default_recipe_takes(toy: Path) -> None:
+    """Not what stands behind it: there the recipe chooses other options."""
+    write(toy / "recipes/first.yaml", "defaults: [{override /prompts: many}, {override /hardware: gpu}]\n")
+    listed = call(toy, "--help").stdout
+    assert "few, many*" in listed and "cpu, gpu*" in listed and "first*" in listed
+
+
+def test_help_names_stages_that_run_only_where_they_are_asked_for(toy: Path) -> None:
+    write(toy / "conf/config.yaml", FILES["conf/config.yaml"].replace("run: [prompts, train, report]",
+                                                                      "run: [prompts, train]"))
+    write(toy / "conf/report/default.yaml", "# All of it.\n" + FILES["conf/report/default.yaml"])
+    lines = [line.split(maxsplit=1) for line in call(toy, "--help").stdout.splitlines()]
+    titles = [number for number, line in enumerate(lines) if line[:1] in (["stages,"], ["further"])]
+    in_order, further = (lines[title + 1:title + 4] for title in titles)
+    assert [line[0] for line in in_order[:2]] == ["prompts", "train"] and in_order[2] == []
+    assert further[:2] == [["report", "All of it."], []], "a drafter is no stage"
+    told = subprocess.run([sys.executable, "-m", "trainer", "--help"], env=environment(toy), text=True,
+                          capture_output=True).stdout.partition("\nfurther stages")[2].partition("\n\n")[0]
+    assert [line.split()[0] for line in told.splitlines()[1:] if line[2] != " "] == [
+        "plan", "serve_command", "upload", "sweep", "tune"]
+
+
 GONE = "note: the output cannot be written any more ({}); the run goes on without it"
 FULL = "No space left on device"
 

@@ -129,10 +129,10 @@ def _main(arguments: list[str], choices: Choices | None) -> int:
 def _help(choices: Choices) -> str:
     from omegaconf import OmegaConf
 
+    from trainer.compose import default_options
+
     content: Any = OmegaConf.to_container(OmegaConf.load(choices.main))
-    defaults = {group: option for entry in content["defaults"] if entry != "_self_"
-                for group, option in entry.items()}
-    return f"{USAGE}\n{choices.listing(content['run'], defaults)}\n{EXAMPLES}"
+    return f"{USAGE}\n{choices.listing(content['run'], default_options(choices))}\n{EXAMPLES}"
 
 
 def _flags(arguments: list[str]) -> tuple[set[str], list[str]]:

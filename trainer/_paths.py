@@ -6,10 +6,13 @@ Two layouts are known: the checkout (`conf/` and `recipes/` beside the package) 
 
 from __future__ import annotations
 
+import ast
 import difflib
+import importlib.util
 import re
 import textwrap
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,10 +51,15 @@ class Choices:
     def listing(self, stages: list[str], defaults: dict[str, str]) -> str:
         """The stages, groups, drafters and recipes as `--help` shows them, each with its description."""
         groups = self.groups()
-        lines = ["stages, in order"]
-        for stage in stages:
-            option = groups.get(stage, {}).get(defaults.get(stage, ""))
-            lines += _entry(stage, description(option) if option else "")
+        chosen = {group: options[defaults[group]] for group, options in groups.items()
+                  if defaults.get(group) in options}
+        further = [group for group in defaults if group in chosen and group not in stages
+                   and _is_stage(chosen[group])]
+        lines, titles = [], {"stages, in order": stages, "further stages, where run= names them": further}
+        for title, names in titles.items():
+            lines += [*([""] if lines else []), title] if names else []
+            for name in names:
+                lines += _entry(name, description(chosen[name]) if name in chosen else "")
         lines += ["", "groups and their options (* default)"]
         for group, options in groups.items():
             names = [f"{option}*" if option == defaults.get(group) else option for option in options]
@@ -83,6 +91,19 @@ def description(file: Path) -> str:
         if text and not text.startswith("#"):
             return ""
     return ""
+
+
+def _is_stage(file: Path) -> bool:
+    """Whether the class that an option names says that it is a Stage. Its file is read, not imported: that
+    would take PyTorch along."""
+    found = re.search(r"^_target_: ([\w.]+)\.(\w+)", file.read_text(encoding="utf-8"), re.MULTILINE)
+    with suppress(ImportError, OSError, SyntaxError):
+        spec = importlib.util.find_spec(found[1]) if found else None
+        tree = ast.parse(Path(str(spec.origin)).read_text(encoding="utf-8")) if spec else ast.Module([], [])
+        return any(isinstance(node, ast.ClassDef) and node.name == found[2]
+                   and any(isinstance(base, ast.Name) and base.id == "Stage" for base in node.bases)
+                   for node in tree.body)
+    return False
 
 
 @dataclass(frozen=True)

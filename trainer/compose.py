@@ -69,6 +69,17 @@ def compose_configuration(arguments: list[str], choices: Choices) -> Configurati
     return Configuration(raw, settings, sources, unknown_ones | broken, notes)
 
 
+def default_options(choices: Choices) -> dict[str, str]:
+    """Group -> option where the command line chooses none: those of the default recipe."""
+    files = _load(choices)
+    try:
+        with _stored(files):
+            own = [str(each.config_path) for each in _order([]) if each.parent == "config"]
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(_explained(error, files, choices.groups())) from error
+    return dict(name.split("/", 1) for name in own if "/" in name)
+
+
 def _command(overrides: list[Override]) -> str:
     """What the command line sets, as a JSON list of its words without passwords and the like. It has no $, so
     that no `${...}` in it is filled in, which may lead to a password, too."""

@@ -9,6 +9,7 @@ Trainings that differ in nothing but their seeds are a group, compared with the 
 training and of the stages that it stands on; of stored hidden states it counts what their manifest says. A
 training that was evaluated is also compared by the accepted lengths that were decoded: those are always
 judged on the target's own states, while held-out loss and estimate are computed from the stored ones.
+Trainings for different targets are refused.
 
 Writes comparison.json, and comparison.html that loads nothing, into --out or else the first folder. With
 `--bits` two train folders are compared bit for bit: weights, and loss and gradient norm of every step that
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import sys
 from collections.abc import Sequence
@@ -32,15 +34,33 @@ from rich.console import Console  # noqa: E402
 from rich.markup import escape  # noqa: E402
 from rich.table import Table  # noqa: E402
 
+from trainer.errors import UserError  # noqa: E402
 from trainer.progress import exit_status  # noqa: E402
 
 COLUMNS = 6  # settings that are shown beside each other
+OF_TARGET = re.compile(r"(?:.*\.)?target\.(name|source\..*)")  # what says which target it is, in any stage
 
 
 def is_seed(key: str) -> bool:
     """Whether a key is a seed of the run; that of a random target says what the target is."""
     *nodes, last = key.split(".")
     return last == "seed" and "target" not in nodes
+
+
+def require_one_target(runs: Sequence[Run]) -> None:
+    """Raises UserError where runs are for different targets, whose figures say nothing of each other."""
+    known = all(run.target for run in runs)
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        said = {match[1]: value for key, value in run.settings.items() if (match := OF_TARGET.fullmatch(key))}
+        found.setdefault(run.target if known else json.dumps(said, sort_keys=True), []).append(run)
+    if len(found) > 1:
+        names = [(inside[0].settings.get("target.name", "without a name").strip('"'),
+                  ", ".join(run.name[:8] for run in inside[:4])) for inside in found.values()]
+        named = "; ".join(f"{name}: {trainings}" for name, trainings in sorted(names))
+        raise UserError(f"the trainings are for {len(found)} different targets ({named}), and are not "
+                        "compared, since neither losses nor accepted lengths of one say anything of another; "
+                        "choose one with --only target.name=NAME, or give a folder of its trainings alone")
 
 
 def differing(runs: Sequence[Run]) -> list[str]:
@@ -180,6 +200,7 @@ def table(roots: Sequence[Path], only: Sequence[str], out: Path) -> int:
         print(f"no finished training below {below}" + (f" with {' '.join(only)}" if only else ""),
               file=sys.stderr)
         return 2
+    require_one_target(runs)
     found = compare(runs)
     show(runs, found)
     try:

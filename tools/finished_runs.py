@@ -18,9 +18,10 @@ STORED = ("storage", "dtype", "last_rows", "tap_layers")  # where a manifest kno
 @dataclass(frozen=True)
 class Run:
     """One finished training. `settings` by dotted key, without what cannot change a result; `figures` by the
-    names that people read."""
+    names that people read; `target` as its hidden states name it, "" where they are not there any more."""
 
     name: str
+    target: str
     settings: dict[str, str]
     record: dict[str, Any]
     figures: dict[str, float]
@@ -55,6 +56,12 @@ def upstream(root: Path, inputs: dict[str, str]) -> dict[str, str]:
     return found
 
 
+def target_of(root: Path, inputs: dict[str, str]) -> str:
+    """What stands for the target in the manifest of the hidden states that were trained on."""
+    manifest = root / "hidden_states" / inputs.get("hidden_states", "")[:16] / "manifest.json"
+    return str(read(manifest).get("target", "")) if manifest.is_file() else ""
+
+
 def decoded(root: Path) -> dict[str, dict[str, float]]:
     """Accepted lengths of the finished evaluations, by the folder's name of the training."""
     found: dict[str, dict[str, float]] = {}
@@ -84,6 +91,7 @@ def runs_below(roots: Iterable[Path]) -> list[Run]:
             stage, name = read(path), path.parent.name
             final = stage["record"]["final"]
             figures = {shown: final[key] for shown, key in RESULTS.items() if key in final}
-            found.append(Run(name, upstream(root, stage["inputs"]) | flat(stage["settings"]),
+            found.append(Run(name, target_of(root, stage["inputs"]),
+                             upstream(root, stage["inputs"]) | flat(stage["settings"]),
                              stage["record"], figures | accepted.get(name, {})))
     return sorted(found, key=lambda run: -run.figures.get("held-out accepted length", 0.0))

@@ -171,9 +171,29 @@ def test_a_seed_of_the_target_makes_another_target(tmp_path: Path) -> None:
     for seed in (1, 2):
         finish(tmp_path, "hidden_states", f"{seed}" * 16, {"target": {"source": {"seed": seed}}}, {})
         training(tmp_path, f"{seed}".ljust(4, "a"), 0.1, 1.2, states=f"{seed}" * 16)
-    assert call(tmp_path).returncode == 0
-    found = json.loads((tmp_path / "comparison.json").read_text())
-    assert len(found["groups"]) == 2 and found["seeds"] == []
+    done = call(tmp_path)
+    assert done.returncode == 2 and not done.stdout and not (tmp_path / "comparison.json").exists()
+    assert done.stderr.startswith("error: the trainings are for 2 different targets (")
+    assert call(tmp_path, "--only", "hidden_states.target.source.seed=1").returncode == 0
+
+
+@pytest.mark.parametrize(("identities", "same"), [
+    (("a", "a"), True), (("a", "b"), False), (("a", None), False)])
+def test_targets_are_known_by_what_their_files_hold(tmp_path: Path, identities: tuple[str | None, ...],
+                                                    same: bool) -> None:
+    """Where hidden states name them; else by what the settings say, here by two paths."""
+    for number, identity in enumerate(identities):
+        settings = {"target": {"name": f"mine{number}", "source": {"path": f"/models/{number}"}}}
+        folder = finish(tmp_path, "hidden_states", f"{number}" * 16, settings, {})
+        if identity is not None:
+            (folder / "manifest.json").write_text(json.dumps({"target": identity}))
+        train = training(tmp_path, f"{number}" * 4, 0.1, 1.2, states=f"{number}" * 16)
+        record = json.loads((train / "stage.json").read_text())
+        (train / "stage.json").write_text(json.dumps({**record, "settings": record["settings"] | settings}))
+    done = call(tmp_path)
+    assert done.returncode == (0 if same else 2), done.stderr
+    assert same or "2 different targets (mine0: 0000; mine1: 1111), and are not compared" in done.stderr
+    assert call(tmp_path, "--only", "target.name=mine1").returncode == 0
 
 
 def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:

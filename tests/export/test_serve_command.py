@@ -179,8 +179,11 @@ def parts(text: str) -> dict[str, Any]:
     for key, text in lines.items()])
 def test_the_line_is_the_published_one(platform: str, name: str, method: str, expected: str,
                                        tmp_path: Path) -> None:
-    found = line(stage(name, method=method, platform=platform), tmp_path)
-    assert parts(found) == parts(expected) and "\n" not in found
+    """But for the method, which is always said: two published lines leave it to vLLM to find out."""
+    found, published = line(stage(name, method=method, platform=platform), tmp_path), parts(expected)
+    if (draft := published["flags"].get("--speculative-config")) is not None:
+        assert draft.setdefault("method", method) == method
+    assert parts(found) == published and "\n" not in found
 
 
 def test_every_published_pair_has_a_recipe_and_every_recipe_its_serving_facts() -> None:
@@ -275,6 +278,31 @@ def test_a_draft_length_that_no_server_takes_is_said(tmp_path: Path) -> None:
                                         "drafter in .*; set it to one of 1, 2, 4"):
         made.run({"export": tmp_path}, tmp_path)
     replace(made, k=4).run({"export": tmp_path}, tmp_path)
+
+
+def test_a_folder_of_ours_says_how_long_its_drafts_are(tmp_path: Path) -> None:
+    facts = {"method": "dflash", "max_k": 5, "possible_k": [1, 2, 3, 4, 5], "default_k": 2}
+    (tmp_path / "speculator.json").write_text(json.dumps(facts))
+    made = stage("qwen3_5_27b", speculator=str(tmp_path))
+    drafted = [parts(line(replace(made, k=k), tmp_path / "out"))["flags"]["--speculative-config"]
+               for k in (None, 5)]
+    assert drafted == [{"method": "dflash", "model": str(tmp_path), "num_speculative_tokens": k}
+                       for k in (2, 5)]
+    with pytest.raises(UserError, match=f"k=6 is a draft length that no server takes of the drafter in "
+                                        f"{tmp_path}; set it to one of 1, 2, 3, 4, 5"):
+        replace(made, k=6).run({}, tmp_path)
+
+
+def test_a_draft_longer_than_the_published_one_is_remarked(tmp_path: Path,
+                                                           capsys: pytest.CaptureFixture[str]) -> None:
+    for k, remarked in ((16, True), (15, False), (None, False)):
+        made = stage("qwen3_5_27b", k=k)
+        found = line(made, tmp_path)
+        made.tell(tmp_path)
+        *notes, told = capsys.readouterr().out.splitlines()
+        assert told == found and bool(notes) is remarked
+        assert all(note.startswith("note: published with 15 drafted tokens, and serve_command.k=16 is more")
+                   for note in notes)
 
 
 def test_a_target_that_is_a_folder_is_served_from_there(tiny_target: Any, tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
     python -m trainer recipe=NAME run=[serve_command] serve_command.platform=cuda
 
-Nothing of the target is fetched for it. What the line needs besides the two names are `ServingFacts`.
+Nothing of the target is fetched for it, but for the line of what these settings trained: that is named by
+what the target's files hold. What the line needs besides the two names are `ServingFacts`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, ClassVar, Literal
 from trainer.errors import UserError
 from trainer.export.formats import FORMATS
 from trainer.export.serve_line import SCHEDULE, Place, draft_lengths, serve_line, speculation
-from trainer.export.tuned import possible_lengths
+from trainer.export.tuned import exported_facts, possible_lengths
 from trainer.pipeline import Stage
 from trainer.ranges import Count, Text
 from trainer.target import Target
@@ -25,7 +26,8 @@ from trainer.training.build import MakeDrafter, draft_problem
 
 Platform = Literal["rocm", "cuda"]
 PARTS = ("flags", "variables", "draft")
-OWN = ("method", "model", "num_speculative_tokens")  # of a draft: what another drafter says for itself
+K = "num_speculative_tokens"
+OWN = ("method", "model", K)  # of a draft: what another drafter says for itself
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class ServingFacts:
 class ServeCommand(Stage):
     """`speculator` is `published`, `trained` (what `export` made, in its first format) or a folder or name on
     the Hub; `method` is `auto` (the drafter's), `none` (no drafter) or one of those in `serving.methods`; `k`
-    null takes the published draft length, or `export.default_k` for a trained drafter; `arguments` are
+    null takes the published draft length, or the default of a drafter that was trained here; `arguments` are
     further words of the line."""
 
     serving: ServingFacts
@@ -130,13 +132,13 @@ class ServeCommand(Stage):
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
         method, model, draft = self.served_method, self.target.source.served, None
         if method is not None:
-            draft = self.serving.part("draft", self.platform, method)
+            draft = {"method": method} | self.serving.part("draft", self.platform, method)
             if self.trained:
                 model, own = self._trained(inputs["export"])
                 draft = own | {name: value for name, value in draft.items() if name not in OWN}
             elif self.speculator != "published":
-                draft = {**draft, "method": method, "model": self.speculator}
-            draft["num_speculative_tokens"] = self._k(draft)
+                draft |= {"method": method, "model": self.speculator} | self._own_lengths()
+            draft[K] = self._k(draft)
             if self.k is not None:
                 draft.pop(SCHEDULE, None)  # of a tuned drafter: other lengths than the one that was asked for
             draft = {name: value for name, value in draft.items() if value is not None}
@@ -150,10 +152,16 @@ class ServeCommand(Stage):
         if self.serving.published not in (None, self.platform):
             print(f"note: published for {self.serving.published}; this line leaves out what is that "
                   f"platform's own, and was not tried on {self.platform}")
+        if self.k is not None and self.speculator == "published" and self.served_method is not None:
+            known = self.serving.part("draft", self.platform, self.served_method).get(K)
+            if known is not None and self.k > known:
+                print(f"note: published with {known} drafted tokens, and serve_command.k={self.k} is more: "
+                      "not every server refuses a draft longer than its drafter was trained for, and what "
+                      "lies beyond is noise")
         print(json.loads((folder / "serve_command.json").read_text())["command"], flush=True)
 
     def _k(self, draft: Mapping[str, Any]) -> int:
-        k = self.k or draft.get("num_speculative_tokens")
+        k = self.k or draft.get(K)
         if k is None:
             raise UserError(f"no draft length is published for {draft.get('model', 'this drafter')}; set "
                             "serve_command.k")
@@ -166,9 +174,21 @@ class ServeCommand(Stage):
         if form is None:
             raise UserError(f"{folder} has the changes to the target alone, which no server loads; put "
                             "stitched among export.formats, or apply them with tools/apply_mtp.py")
+        self._require_possible(facts, folder)
+        model, drafter = FORMATS[form].served(folder / form, facts["target"])
+        return str(model), speculation(facts["method"], drafter, draft_lengths(facts))
+
+    def _own_lengths(self) -> dict[str, Any]:
+        """What a folder of ours says of the lengths of its drafts; nothing where `speculator` is none."""
+        folder = Path(self.speculator).expanduser()
+        if not (folder / "speculator.json").is_file():
+            return {}
+        facts = exported_facts(folder)
+        self._require_possible(facts, folder)
+        return draft_lengths(facts)
+
+    def _require_possible(self, facts: Mapping[str, Any], folder: Path) -> None:
         if self.k is not None and self.k not in (possible := possible_lengths(facts)):
             raise UserError(f"serve_command.k={self.k} is a draft length that no server takes of the drafter "
                             f"in {folder}; set it to one of {', '.join(map(str, possible))}")
-        model, drafter = FORMATS[form].served(folder / form, facts["target"])
-        return str(model), speculation(facts["method"], drafter, draft_lengths(facts))
 

@@ -200,7 +200,7 @@ def test_commands_and_card_say_how_to_serve() -> None:
     assert card.count("TRAINER_FUSED_VERIFY") == 1 and here[FUSED_VLLM] in card
     for part in ("| longest draft (max K) | 7 |", "| default draft (K) | 3 |", "`0123`", "`4567`",
                  "chat, thinking",
-                 f"```bash\n{here['vllm']}\n```", "speculator for Target"):
+                 f"```bash\n{here['vllm']}\n```", "\n# Speculator for Target (dflash)\n"):
         assert part in card
     assert "Model Runner V2" not in card
     assert "Model Runner V2 alone" in Card("speculators", facts | {"needs_v2": True}, "Target").text()

@@ -67,7 +67,7 @@ def test_a_folder_arrives_with_a_card_of_what_was_measured(hub: Hub, tiny_target
     assert {*found} == {"README.md", "config.json", "model.safetensors", "provenance.json",
                         "speculator.json"}
     repo = hub.repo()
-    assert repo["private"] and repo["titles"] == ["initial commit", "A dflash speculator for org/target"]
+    assert repo["private"] and repo["titles"] == ["initial commit", "Speculator for org/target (dflash)"]
     assert repo["refs"] == {"main": record["commit"], record["tag"]: record["commit"]}
     told = json.loads((tmp_path / "out/upload.json").read_text())
     assert told["files"]["model.safetensors"]["sha256"] == hashlib.sha256(

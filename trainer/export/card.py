@@ -50,7 +50,7 @@ class Card:
         base = [f"base_model: {facts['target']}"] if self.published else []
         return "\n".join(["---", *base, "library_name: vllm", f"license: {self.license}",
                           "pipeline_tag: text-generation", "tags:", *(f"- {tag}" for tag in tags), "---", "",
-                          f"# A {facts['method']} speculator for {self.target_name}", "",
+                          f"# Speculator for {self.target_name} ({facts['method']})", "",
                           "A drafter for speculative decoding: the target's text stays as it is, it only "
                           "comes faster.", ""])
 

@@ -95,7 +95,7 @@ class Upload(Stage):
         print(f"upload: {folder} ({len(files)} files, {size / 1e6:,.1f} MB) to {self.hub.repo}, branch "
               f"{self.hub.branch}", flush=True)
         method = facts["method"]
-        made = self.hub.upload(files, f"A {method} speculator for {facts['target']}", method)
+        made = self.hub.upload(files, f"Speculator for {facts['target']} ({method})", method)
         (out / "upload.json").write_text(json.dumps(made, indent=1) + "\n")
         return {"repo": made["repo"], "commit": made["commit"], "tag": made["tag"], "bytes": size}
 

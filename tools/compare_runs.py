@@ -48,12 +48,14 @@ def is_seed(key: str) -> bool:
 
 
 def require_one_target(runs: Sequence[Run]) -> None:
-    """Raises UserError where runs are for different targets, whose figures say nothing of each other."""
+    """Raises UserError where runs are for different targets, whose figures say nothing of each other. One of
+    which nothing says its target is let through."""
     known = all(run.target for run in runs)
     found: dict[str, list[Run]] = {}
     for run in runs:
         said = {match[1]: value for key, value in run.settings.items() if (match := OF_TARGET.fullmatch(key))}
-        found.setdefault(run.target if known else json.dumps(said, sort_keys=True), []).append(run)
+        if known or said:
+            found.setdefault(run.target if known else json.dumps(said, sort_keys=True), []).append(run)
     if len(found) > 1:
         names = [(inside[0].settings.get("target.name", "without a name").strip('"'),
                   ", ".join(run.name[:8] for run in inside[:4])) for inside in found.values()]

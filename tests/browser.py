@@ -18,6 +18,33 @@ from typing import Any
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 PATIENCE = 60  # seconds for any answer
 FREE = 10  # first file descriptor that a shell does not use itself
+PHONE, DESK = 390, 1280  # pixels
+LEAST = 12  # pixels that text is high, as the browser draws it
+OPENED = "document.querySelectorAll('details').forEach(each => each.open = true)"
+PLOTS = """[...document.querySelectorAll('svg')].map(svg => {
+  const box = svg.getBoundingClientRect();
+  return [svg.querySelector('title').textContent, box.width, box.height,
+          svg.getBBox().width, svg.querySelectorAll('text').length];
+})"""
+SMALL_TEXT = """(least => {
+  const small = [], walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const element = walker.currentNode.parentElement, text = walker.currentNode.textContent.trim();
+    if (!text || element.closest('script, style, title, desc')) continue;
+    const scale = element.ownerSVGElement ? element.getScreenCTM() : {c: 0, d: 1};
+    const size = parseFloat(getComputedStyle(element).fontSize) * Math.hypot(scale.c, scale.d);
+    if (size < least - 0.05) small.push([text.slice(0, 40), size]);
+  }
+  return small;
+})(""" + f"{LEAST})"
+OVERLAPPING = """[...document.querySelectorAll('svg')].flatMap(svg => {
+  const texts = [...svg.querySelectorAll('text')];
+  const boxes = texts.map(text => [text.textContent, text.getBoundingClientRect()]);
+  return boxes.flatMap(([one, a], place) => boxes.slice(place + 1).filter(([other, b]) =>
+    Math.min(a.right, b.right) - Math.max(a.left, b.left) > 2 &&
+    Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 0.4 * Math.min(a.height, b.height)
+  ).map(([other]) => [svg.querySelector('title').textContent, one, other]));
+})"""
 
 
 def find() -> str | None:
@@ -127,3 +154,16 @@ def started(program: str, folder: Path) -> Iterator[Browser]:
         process.wait()
         for each in (reading, writing):
             os.close(each)
+
+
+def require_readable(page: Browser, file: Path, width: int, dark: bool) -> None:
+    """The page in `file` is whole on a window of `width` pixels: no error, nothing loaded from elsewhere, no
+    part beyond the window, no small text, no text over another."""
+    page.open(file, width, dark)
+    page.do(OPENED)
+    assert page.errors() == []
+    assert page.requests() == [file.resolve().as_uri()], "nothing else is loaded"
+    assert page.do("innerWidth") == width
+    assert page.do("document.documentElement.scrollWidth") <= width
+    assert page.do(SMALL_TEXT) == []
+    assert page.do(OVERLAPPING) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import browser
 import pytest
 import torch
 from disks import mounted
@@ -32,6 +33,15 @@ def tiny_gemma4(tmp_path_factory: pytest.TempPathFactory) -> Target:
                           intermediate_size=128, vocab_size=320, seed=7, scale=0.2,
                           runtime=Kept(str(tmp_path_factory.mktemp("cache"))))
     return Target("tiny-gemma4", source, "<|mask|>", [2, 4], {}, 512, False)
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Browser]:
+    program = browser.find()
+    if program is None:
+        pytest.skip(f"no browser here ({', '.join(browser.NAMES)}): the pages were not opened in one")
+    with browser.started(program, tmp_path_factory.mktemp("browser")) as found:
+        yield found
 
 
 @pytest.fixture(scope="session")

@@ -3,53 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import browser
 import pytest
+from browser import DESK, PHONE
 from test_report import make_report, make_run
 
 from trainer.evaluate import html, sweep_view
 
 PUBLISHED = Path(__file__).with_name("published_sweeps.json")
-PHONE, DESK = 390, 1280  # pixels
-LEAST = 12  # pixels that text is high, as the browser draws it
-OPENED = "document.querySelectorAll('details').forEach(each => each.open = true)"
-PLOTS = """[...document.querySelectorAll('svg')].map(svg => {
-  const box = svg.getBoundingClientRect();
-  return [svg.querySelector('title').textContent, box.width, box.height,
-          svg.getBBox().width, svg.querySelectorAll('text').length];
-})"""
-SMALL_TEXT = """(least => {
-  const small = [], walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-  while (walker.nextNode()) {
-    const element = walker.currentNode.parentElement, text = walker.currentNode.textContent.trim();
-    if (!text || element.closest('script, style, title, desc')) continue;
-    const scale = element.ownerSVGElement ? element.getScreenCTM() : {c: 0, d: 1};
-    const size = parseFloat(getComputedStyle(element).fontSize) * Math.hypot(scale.c, scale.d);
-    if (size < least - 0.05) small.push([text.slice(0, 40), size]);
-  }
-  return small;
-})(%d)"""
-OVERLAPPING = """[...document.querySelectorAll('svg')].flatMap(svg => {
-  const texts = [...svg.querySelectorAll('text')];
-  const boxes = texts.map(text => [text.textContent, text.getBoundingClientRect()]);
-  return boxes.flatMap(([one, a], place) => boxes.slice(place + 1).filter(([other, b]) =>
-    Math.min(a.right, b.right) - Math.max(a.left, b.left) > 2 &&
-    Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 0.4 * Math.min(a.height, b.height)
-  ).map(([other]) => [svg.querySelector('title').textContent, one, other]));
-})"""
-
-
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Browser]:
-    program = browser.find()
-    if program is None:
-        pytest.skip(f"no browser here ({', '.join(browser.NAMES)}): the pages were not opened in one")
-    with browser.started(program, tmp_path_factory.mktemp("browser")) as found:
-        yield found
-
 
 def swept() -> list[dict]:
     """Two methods, two numbers of users, repeats and latencies; with sixteen users speculation loses."""
@@ -94,17 +57,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int
 def test_a_page_is_whole_and_readable(chromium: browser.Browser, pages: dict[str, tuple[Path, int]],
                                       name: str, width: int, dark: bool) -> None:
     file, plots = pages[name]
-    chromium.open(file, width, dark)
-    chromium.do(OPENED)
-    assert chromium.errors() == []
-    assert chromium.requests() == [file.resolve().as_uri()], "nothing else is loaded"
-    drawn = chromium.do(PLOTS)
+    browser.require_readable(chromium, file, width, dark)
+    drawn = chromium.do(browser.PLOTS)
     assert len(drawn) == plots
     assert [title for title, *sizes, texts in drawn if min(sizes) < 60 or not texts] == []
-    assert chromium.do("innerWidth") == width
-    assert chromium.do("document.documentElement.scrollWidth") <= width
-    assert chromium.do(SMALL_TEXT % LEAST) == []
-    assert chromium.do(OVERLAPPING) == []
 
 
 def test_what_cannot_be_read_is_found(chromium: browser.Browser, tmp_path: Path) -> None:
@@ -116,8 +72,8 @@ def test_what_cannot_be_read_is_found(chromium: browser.Browser, tmp_path: Path)
                     '<title>t</title><text x="5" y="20">one</text><text x="6" y="21">two</text></svg>'
                     '<img src="file:///nowhere.png"><script>console.error("wrong"); missing()</script>')
     chromium.open(file, PHONE)
-    assert {text for text, _ in chromium.do(SMALL_TEXT % LEAST)} == {"small", "one", "two"}
-    assert chromium.do(OVERLAPPING) == [["t", "one", "two"]]
+    assert {text for text, _ in chromium.do(browser.SMALL_TEXT)} == {"small", "one", "two"}
+    assert chromium.do(browser.OVERLAPPING) == [["t", "one", "two"]]
     assert chromium.do("document.documentElement.scrollWidth") > PHONE
     errors = chromium.errors()
     assert any("wrong" in each for each in errors) and any("missing" in each for each in errors)

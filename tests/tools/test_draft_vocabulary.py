@@ -62,6 +62,19 @@ def test_it_counts_supervised_training_tokens_alone(call: Any, tmp_path: Path) -
     assert "2,048" in found and not {"2,049", "4,096", "8,192"} & found.keys(), "the target has no more"
 
 
+def test_each_category_has_a_column(call: Any, tmp_path: Path) -> None:
+    """Of the 101 most frequent tokens of all."""
+    samples = [Sample("a", (1, *[5000] * 300, *range(10, 110)), (False, *[True] * 400), "chat"),
+               Sample("b", (1, *range(60, 260)), (False, *[True] * 200), "code")]
+    status, out, _ = call(write_responses(tmp_path, samples), "--size", "101")
+    assert status == 0 and "tokens covered, by category" in out
+    rows = [line for line in out.splitlines() if line.startswith("│ 101 ")]
+    covered = 50 + 50  # said twice, then the lowest ids that were said once
+    assert [part.strip() for part in rows[1].split("│")[2:-1]] == [
+        f"{(300 + covered) / 400:.2%}", f"{50 / 200:.2%}"]
+    assert "by category" not in call(write_responses(tmp_path / "one", samples[:1]))[1]
+
+
 def test_no_answers_are_one_sentence(call: Any, tmp_path: Path) -> None:
     (tmp_path / "latest.json").write_text("{}")
     for folder in (tmp_path, tmp_path / "none"):

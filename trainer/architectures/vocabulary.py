@@ -7,7 +7,7 @@ on. """
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ SIZES = (8192, 16384, 32768, 65536)  # for which the coverage is told beside the
 class Coverage:
     """A draft vocabulary of `rows` of the target's `total` tokens, judged from counts alone: it has `covered`
     of the supervised tokens, of which `distinct` are different; `special` tokens are in it whatever was
-    counted. `curve` is the share by size."""
+    counted. `curve` is the share by size, `by_category` that of the tokens of each category."""
 
     rows: int
     total: int
@@ -31,12 +31,17 @@ class Coverage:
     distinct: int
     special: int
     curve: dict[int, float]
+    by_category: dict[str, float] = field(default_factory=dict)
 
     def sentences(self) -> Iterator[str]:
         others = ", ".join(f"{size:,}: {share:.2%}" for size, share in self.curve.items())
         yield (f"draft vocabulary: drafter.draft_vocab_size={self.rows} of {self.total:,} tokens covers "
                f"{self.covered:.2%} of the supervised ones ({others or 'no usual size is smaller'}); "
                f"{self.special} special tokens are always in it")
+        if len(self.by_category) > 1:
+            worst_first = sorted(self.by_category.items(), key=lambda each: each[1])
+            yield ("draft vocabulary by category: "
+                   + ", ".join(f"{name} {share:.2%}" for name, share in worst_first))
         if self.rows > self.distinct:
             yield (f"note: drafter.draft_vocab_size={self.rows} is more than the {self.distinct:,} distinct "
                    f"tokens among the supervised ones, so {self.rows - self.distinct:,} or more of its rows "

@@ -124,8 +124,11 @@ def of_training(finished: dict[str, dict]) -> list[str]:
               "others hardly counted (their weights are in drafter.*)."
               for each in record.get("dominating", [])]
     vocabulary = record.get("draft_vocabulary", {"covered": 1.0})
-    if vocabulary["covered"] < COVERED:
-        found.append(f"The draft vocabulary covers {vocabulary['covered']:.1%} of the tokens that were "
+    least = {"": vocabulary["covered"], **{f" of {name}": share for name, share
+                                           in vocabulary.get("by_category", {}).items()}}
+    if poor := {name: share for name, share in least.items() if share < COVERED}:
+        name = "" if "" in poor else min(poor, key=poor.__getitem__)
+        found.append(f"The draft vocabulary covers {poor[name]:.1%} of the tokens{name} that were "
                      "trained on, and no other token can be drafted; raise drafter.draft_vocab_size.")
     if record.get("accepted_length", math.inf) <= record.get("before_training", 0.0):
         found.append(f"Training brought nothing: held-out prompts were accepted at "

@@ -45,6 +45,7 @@ def render(report: dict, serve_commands: dict[str, str], drawings: dict[str, str
         serve_commands=serve_commands,
         failed=failed,
         facts=_facts(report),
+        vocabulary=report["stages"].get("train", {}).get("record", {}).get("draft_vocabulary"),
         engines={"in_process": "in process", "vllm": "vLLM"},
         stages={name: stage | _split(stage["record"]) for name, stage in report["stages"].items()},
         total_seconds=sum(stage["seconds"] for stage in report["stages"].values()),

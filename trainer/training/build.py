@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -62,14 +62,34 @@ def require_buildable(make: MakeDrafter, target: Target, device: str | None) -> 
 
 
 def special_ids(target: Target) -> tuple[int, ...]:
-    """Tokens that begin and end texts; every draft vocabulary has them."""
+    """Tokens that begin and end texts, and those that the chat template writes, as the marks of thinking and
+    of calls; every draft vocabulary has them, since an answer may have them that was never seen."""
+    return tuple(dict.fromkeys((*_ends(target), *_marks(target))))
+
+
+def mark_facts(make: MakeDrafter, target: Target) -> dict[str, Any]:
+    """The marks that decide about a reduced draft vocabulary, where the template writes any."""
+    reduced = make.keywords.get("draft_vocab_size") is not None
+    more = [token for token in _marks(target) if token not in _ends(target)] if reduced else []
+    return {"marks": more} if more else {}
+
+
+def _ends(target: Target) -> list[int]:
     bos = target.tokenizer.bos_token_id
-    return tuple(dict.fromkeys((*target.end_ids, *([] if bos is None else [bos]))))
+    return [*target.end_ids, *([] if bos is None else [bos])]
 
 
-def first_drafter(make: MakeDrafter, target: Target, counts: Tensor) -> tuple[Drafter, dict[str, Any]]:
+def _marks(target: Target) -> list[int]:
+    """The tokens of their own that stand in the chat template, ascending."""
+    template = str(target.tokenizer.chat_template or "")
+    return sorted(number for number, token in target.tokenizer.added_tokens_decoder.items()
+                  if token.content in template)
+
+
+def first_drafter(make: MakeDrafter, target: Target, counts: Tensor,
+                  by_category: Mapping[str, Tensor] | None = None) -> tuple[Drafter, dict[str, Any]]:
     """The drafter that training begins with, and what of it belongs in the record; says how its vocabulary
-    covers the supervised tokens."""
+    covers the supervised tokens, in all and by category."""
     drafter, folder = build_drafter(make, target, counts), initial_folder(make)
     if folder is not None:
         require_start(make, target)
@@ -78,6 +98,8 @@ def first_drafter(make: MakeDrafter, target: Target, counts: Tensor) -> tuple[Dr
     covered = drafter.coverage(counts)
     if covered is None:
         return drafter, {}
+    parts = {name: drafter.coverage(part) for name, part in (by_category or {}).items() if part.any()}
+    covered = replace(covered, by_category={name: part.covered for name, part in parts.items() if part})
     for sentence in covered.sentences():
         print(sentence, flush=True)
     return drafter, {"draft_vocabulary": asdict(covered)}
@@ -227,6 +249,14 @@ def count_tokens(samples: Sequence[Sample], vocab_size: int) -> Tensor:
         tokens = torch.tensor(sample.tokens)[torch.tensor(sample.loss_mask)]
         counts += torch.bincount(tokens, minlength=vocab_size)
     return counts
+
+
+def count_by_category(samples: Sequence[Sample], vocab_size: int) -> dict[str, Tensor]:
+    """How often each token is supervised in each category, [V] int64."""
+    groups: dict[str, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.category, []).append(sample)
+    return {name: count_tokens(group, vocab_size) for name, group in sorted(groups.items())}
 
 
 def _layer(target: Target, index: int) -> dict[str, Tensor]:

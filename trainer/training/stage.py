@@ -28,8 +28,9 @@ from trainer.target import Target
 from trainer.training import checkpoint, monitors
 from trainer.training.build import (
     MakeDrafter,
-    count_tokens,
+    count_by_category,
     first_drafter,
+    mark_facts,
     require_buildable,
     require_start,
     require_unused_mask,
@@ -110,7 +111,7 @@ class Train(Stage):
             f"train.steps={self.steps} says how long training is; train.epochs={self.epochs} does nothing"]
 
     def external(self) -> dict[str, Any]:
-        return {**self.target.facts, **start_facts(self.drafter)}
+        return {**self.target.facts, **start_facts(self.drafter), **mark_facts(self.drafter, self.target)}
 
     def preflight(self) -> None:
         require_device(self.runtime.device, "train.runtime.device")
@@ -136,8 +137,9 @@ class Train(Stage):
 
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
         samples, heldout, left_out = self._samples(inputs["responses"])
-        counts = count_tokens(samples, self.target.config["vocab_size"])
-        drafter, facts = first_drafter(self.drafter, self.target, counts)
+        by_category = count_by_category(samples, self.target.config["vocab_size"])
+        counts = torch.stack([*by_category.values()]).sum(0)
+        drafter, facts = first_drafter(self.drafter, self.target, counts, by_category)
         drafter = drafter.to(self.runtime.device)
         states = inputs["hidden_states"]
         Manifest.read(states).require(states, layers=stored(drafter.tap_layers), last=drafter.needs_last,

@@ -65,6 +65,7 @@ BAD = {
     "report.rise_tolerance": (-1.0,), "seed": (-1,), "run": ([], ["train", "train"]), "run_root": ("",),
 }
 OTHERS = {
+    "prompts=mixture": {"prompts.languages.confidence": (-0.1, 1.5)},
     "drafter=dflash": {"drafter.block_size": (1,)},
     "target_engine=vllm": {"target_engine.runtime.in_flight": (0,), "target_engine.runtime.patience_s": (0,),
                            "target_engine.runtime.answer_urls": (["x"],), "target_engine.dtype": ("int8",)},

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from trainer.ranges import Above, AtMost, Count, Device, NotNegative, Seed
 
+UNKNOWN = "unknown"  # a language or a thinking mode that nothing says
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -27,7 +29,7 @@ class Prompt:
     turns: tuple[str, ...]
     system: str | None = None
     category: str = "chat"
-    language: str = "en"
+    language: str = UNKNOWN
     answers: tuple[str, ...] = ()  # given answers, one a turn, for data that brings its own
     messages: tuple[dict[str, Any], ...] = ()
     template: dict[str, Any] = field(default_factory=dict)

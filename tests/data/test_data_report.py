@@ -35,7 +35,7 @@ def folders(tmp_path: Path, tiny_target: Target) -> dict[str, Path]:
     source.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in ROWS))
     prompts.mkdir()
     responses.mkdir()
-    Prompts(Jsonl(str(source)), 4, 1, 0.2, Duplicates(0.8)).run({}, prompts)
+    Prompts(Jsonl(str(source)), 4, 1, 0.2, Duplicates(0.8), None).run({}, prompts)
     AsGiven(tiny_target, 300).run({"prompts": prompts}, responses)
     return {"prompts": prompts, "responses": responses}
 
@@ -66,8 +66,9 @@ def test_numbers_are_those_of_the_rows(folders: dict[str, Path]) -> None:
     for bar in data["histogram"]:
         assert bar["rows"] == sum(bar["up_to"] // 2 < length <= bar["up_to"] for length in lengths)
     languages = {each["name"]: each for each in data["tags"]["language"]}
-    assert {name: each["rows"] for name, each in languages.items()} == {"en": 3, "es": 1}
-    assert (languages["en"]["train"], languages["en"]["heldout"]) == (2, 1)
+    assert {name: each["rows"] for name, each in languages.items()} == {"unknown": 3, "es": 1}
+    assert (languages["unknown"]["train"], languages["unknown"]["heldout"]) == (2, 1)
+    assert data["languages"] == {"said": 1, "detected": 0, "unknown": 7}
     assert sum(each["tokens"] for each in data["tags"]["category"]) == data["tokens"]
     assert data["tags"]["category"][0]["name"] == "chat" and data["tags"]["category"][1]["rows"] == 1
 
@@ -89,7 +90,8 @@ def test_three_rows_are_shown_as_they_are_learnt(folders: dict[str, Path], tiny_
 def test_the_page_holds_it_all_and_loads_nothing(folders: dict[str, Path]) -> None:
     page = (folders["responses"] / PAGE).read_text()
     assert '<span class="good">&lt;b&gt;4&lt;/b&gt;&lt;|im_end|&gt;</span>' in page, "values are escaped"
-    for text in ("near a training text", "d = c", "rows.jsonl, line 6: not valid JSON", "By language",
+    for text in ("<dt>language unknown</dt><dd>7</dd>", "near a training text",
+                 "d = c", "rows.jsonl, line 6: not valid JSON", "By language",
                  "longer than target.max_length", "¿Qué?"):
         assert text in page
     assert "default-src 'none'" in page and "http" not in page.partition("<style>")[2]

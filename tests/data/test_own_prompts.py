@@ -88,7 +88,7 @@ def stage(target: Target, folder: Path, own: OwnPrompts,
     out.mkdir()
     source.write_text("".join(json.dumps({"id": f"p{number}", "turns": ["x" * number + "?"]}) + "\n"
                               for number in range(4)))
-    Prompts(Jsonl(str(source)), None, 1, 0.0, None).run({}, out)
+    Prompts(Jsonl(str(source)), None, 1, 0.0, None, None).run({}, out)
     return Regenerate(target, engine(batch=3, max_length=max_length), Sampling(8, 0.0, 1.0, 5), own,
                       More(1, 0.8, 1.0), "error"), {"prompts": out}
 

@@ -39,7 +39,7 @@ def prompts(folder: Path, rows: list[dict[str, Any]], heldout: int = 0) -> dict[
     source, out = folder / "source.jsonl", folder / "prompts"
     out.mkdir(parents=True)
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    Prompts(Jsonl(str(source)), None, heldout, 0.0, None).run({}, out)
+    Prompts(Jsonl(str(source)), None, heldout, 0.0, None, None).run({}, out)
     return {"prompts": out}
 
 

@@ -42,7 +42,7 @@ def inputs(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> dic
         (folder / name).mkdir()
     source = folder / "source.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
-    Prompts(Jsonl(str(source)), None, 6, 0.0, None).run({}, folder / "prompts")
+    Prompts(Jsonl(str(source)), None, 6, 0.0, None, None).run({}, folder / "prompts")
     drafter = uneven(dflash(tiny_target, block_size=8, layers=1))
     FORMATS["speculators"].write(folder / "export/speculators", drafter.export(),
                                 Serving("t", ["LlamaForCausalLM"], 3), torch.float32)
@@ -118,7 +118,7 @@ def test_drafts_cut_by_confidence_have_rows_of_their_own(tiny_target: Target, in
 
 
 def judged(evaluate: Evaluate, heldout: int = 6) -> dict[str, str]:
-    return evaluate.check({"prompts": Prompts(Jsonl("any"), None, heldout, 0.0, None),
+    return evaluate.check({"prompts": Prompts(Jsonl("any"), None, heldout, 0.0, None, None),
                            "export": SimpleNamespace(formats=["speculators"])})
 
 
@@ -177,7 +177,7 @@ def uneven_lengths(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"id": f"p{number}", "turns": [f"{number}" + "x" * (200 if number in (1, 4) else 5)],
              "split": "heldout"} for number in range(6)]
     source.write_text("".join(json.dumps(row) + "\n" for row in [*rows, PROMPTS[-1]]))
-    Prompts(Jsonl(str(source)), None, 6, 0.0, None).run({}, folder)
+    Prompts(Jsonl(str(source)), None, 6, 0.0, None, None).run({}, folder)
     return folder
 
 

@@ -73,7 +73,7 @@ class OwnPrompts:
         for row in answering.rows.values():
             text = chat.tokenizer.decode(row["tokens"], skip_special_tokens=True).strip()
             plain = " ".join(text.split())
-            prompt = Prompt(row["id"], (text,), category=CATEGORY, language="und")
+            prompt = Prompt(row["id"], (text,), category=CATEGORY)
             fits = len(chat.asked(prompt, [])) <= longest  # its text may be cut otherwise again
             if row["finish_reason"] == "stop" and plain and plain not in seen and fits:
                 seen.add(plain)

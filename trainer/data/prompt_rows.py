@@ -11,7 +11,7 @@ from typing import Any
 from trainer.data import messages
 from trainer.data.row_forms import plain
 from trainer.errors import UserError
-from trainer.records import Prompt
+from trainer.records import UNKNOWN, Prompt
 
 Row = tuple[Prompt, str | None]  # a prompt and, where the source says so, its split
 KEYS = ("id", "turns", "messages", "conversations", "request", "response", "system", "answers", "tools",
@@ -117,8 +117,8 @@ def parse_object(row: Any, where: str, number: int) -> Row:
     if not _are_texts(answers) or len(answers) > len(turns):
         raise UserError(f'{where}: "answers" must be a list of texts, at most one for each of the '
                         f'{len(turns)} turns, found {reprlib.repr(answers)}')
-    prompt = Prompt(str(key), tuple(turns), system, row.get("category", "chat"), row.get("language", "en"),
-                    tuple(answers), whole, _template(row, where))
+    prompt = Prompt(str(key), tuple(turns), system, row.get("category", "chat"),
+                    row.get("language") or UNKNOWN, tuple(answers), whole, _template(row, where))
     _require_text(prompt, where)
     return prompt, name
 

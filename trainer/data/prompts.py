@@ -18,12 +18,13 @@ from typing import Any, ClassVar
 
 from trainer.data.base import PromptSource
 from trainer.data.duplicates import Duplicates
+from trainer.data.languages import Detection
 from trainer.data.prompt_rows import Row, parse_all, parse_line, require_few
 from trainer.data.splits import CROWDED, Dropped, crowded_out, repeats, split, text_of
 from trainer.errors import UserError
 from trainer.pipeline import Stage
 from trainer.ranges import Amount, Count, Share
-from trainer.records import Prompt
+from trainer.records import UNKNOWN, Prompt
 
 FACTS = "prompts.json"  # what was read and left out; in the folder of every finished stage
 OPTIONAL = ("messages", "template")  # of a prompt, written where there is something
@@ -87,17 +88,19 @@ class Builtin(PromptSource):
 class Prompts(Stage):
     """`limit` takes the first rows of the training part (null: all); `heldout` different texts are kept from
     training. Rows that are none are left out while they are no more than `max_bad_share` of all. Repeated
-    texts are counted and named, and with `duplicates` left out, as are those that are nearly the same."""
+    texts are counted and named, and with `duplicates` left out, as are those that are nearly the same.
+    `languages` finds the language of rows that say none; null: it stays unknown."""
 
     source: PromptSource
     limit: Count | None
     heldout: Amount
     max_bad_share: Share
     duplicates: Duplicates | None
+    languages: Detection | None
 
     after: ClassVar[tuple[str, ...]] = ()
     version: ClassVar[int] = 1
-    neutral: ClassVar[Mapping[str, Any]] = {"max_bad_share": 0.0, "duplicates": None}
+    neutral: ClassVar[Mapping[str, Any]] = {"max_bad_share": 0.0, "duplicates": None, "languages": None}
 
     @property
     def quick(self) -> bool:
@@ -106,10 +109,15 @@ class Prompts(Stage):
     def external(self) -> dict[str, Any]:
         return {"source": self.source.fingerprint()}
 
+    def preflight(self) -> None:
+        if self.languages:
+            self.languages.require()
+
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
         bad: list[str] = []
         rows = self.source.rows(bad)
         require_few(bad, len(rows), self.max_bad_share)
+        rows, found = self._languages(rows)
         train, heldout = split(rows, self.heldout)
         if not train[:self.limit]:
             raise UserError(self._nothing_left(rows))
@@ -126,7 +134,7 @@ class Prompts(Stage):
             for name, part in (("train", kept), ("heldout", heldout)):
                 file.writelines(_line(prompt, name) for prompt in part)
         facts = {"read": len(rows) + len(bad), "kept": len(kept) + len(heldout), "train": len(kept),
-                 "heldout": len(heldout), "repeated": counts["repeated"], "bad": bad,
+                 "heldout": len(heldout), "repeated": counts["repeated"], "languages": found, "bad": bad,
                  "dropped": [asdict(each) for each in dropped]}
         (out / FACTS).write_text(json.dumps(facts, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
         _tell(bad, dropped)
@@ -134,6 +142,18 @@ class Prompts(Stage):
                 "near": sum(each.why.startswith("near") for each in dropped),
                 "categories": dict(Counter(prompt.category for prompt in kept)),
                 "languages": dict(Counter(prompt.language for prompt in kept))}
+
+    def _languages(self, rows: list[Row]) -> tuple[list[Row], dict[str, int]]:
+        """The rows with their languages, and of how many it is said, detected and unknown."""
+        silent = sum(prompt.language == UNKNOWN for prompt, _ in rows)
+        if silent and self.languages:
+            self.languages.require()
+            rows = self.languages.tagged(rows)
+            rest = sum(prompt.language == UNKNOWN for prompt, _ in rows)
+            print(f"prompts: {silent} of the {len(rows)} rows do not say their language; that of "
+                  f"{silent - rest} was detected, that of {rest} stays unknown", flush=True)
+        unknown = sum(prompt.language == UNKNOWN for prompt, _ in rows)
+        return rows, {"said": len(rows) - silent, "detected": silent - unknown, "unknown": unknown}
 
     def _nothing_left(self, rows: list[Row]) -> str:
         """Why there is no training prompt, and what to do."""

@@ -58,6 +58,7 @@ def gather(prompts: Path | None, rows: Sequence[Row], dropped: dict[str, Sequenc
         "target": target.name,
         "template": target.template,
         "prompts": facts and {name: facts[name] for name in ("read", "kept", "train", "heldout", "repeated")},
+        "languages": facts and facts.get("languages"),
         "left_out": (facts["left_out"] if facts else []) + left_out,
         "rows": len(rows),
         "tokens": sum(tokens),

@@ -1,0 +1,53 @@
+"""The language of prompts that do not say it, found by their text.
+
+A naive Bayes classifier over pieces of bytes (py3langid: 139 languages, its model inside the package, nothing
+but numpy), so that the same text gives the same language everywhere. A short text, or code alone, gives no
+language away: what is not likely enough stays unknown, and is told so.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+from trainer.data.prompt_rows import Row
+from trainer.errors import UserError
+from trainer.ranges import Share
+from trainer.records import UNKNOWN, Prompt
+
+LONGEST = 1000  # characters that are looked at
+PACKAGE = "py3langid"
+CODE = re.compile(r"```.*?(?:```|\Z)|`[^`\n]*`|https?://\S+", re.DOTALL)  # of no language
+
+
+@dataclass(frozen=True)
+class Detection:
+    """A language is taken that is at least so likely."""
+
+    confidence: Share
+
+    def require(self) -> None:
+        """Raises UserError unless the package is here."""
+        if find_spec(PACKAGE) is None:
+            raise UserError(f"prompts.languages finds the language of prompts with {PACKAGE}, which is not "
+                            f"installed; install it (pip install {PACKAGE}), or set prompts.languages=null")
+
+    def tagged(self, rows: list[Row]) -> list[Row]:
+        """The rows, those of unknown language with the one that was found."""
+        return [(replace(prompt, language=self.of(prompt)), split) if prompt.language == UNKNOWN
+                else (prompt, split) for prompt, split in rows]
+
+    def of(self, prompt: Prompt) -> str:
+        text = CODE.sub(" ", "\n".join(prompt.turns))[:LONGEST]
+        found, share = _classifier().classify(text)
+        return str(found) if share >= self.confidence and any(map(str.isalpha, text)) else UNKNOWN
+
+
+@cache
+def _classifier() -> Any:
+    from py3langid.langid import MODEL_FILE, LanguageIdentifier
+
+    return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)

@@ -172,6 +172,13 @@ CHECKED = {  # what is set, and a part of what is told
     "prompts without answers": ("responses=as_given", "prompts bring no answer that is not empty"),
     "a draft vocabulary too small": ("drafter.draft_vocab_size=2", "=2 must lie between 3, as 2 special"),
     "a draft vocabulary too large": ("drafter.draft_vocab_size=999", "draft_vocab_size=999 must lie between"),
+    "a kind of slice": ("+train.acceptance.weights.categry.code=1", "train.acceptance.weights.categry "
+                        "(command line): is no kind of slice; nearest: category"),
+    "a slice that no prompt is of": (
+        "+train.acceptance.weights.category.cod=1", "weighs the category 'cod', but no held-out answer is of "
+        "it; nearest: code (there: chat, code, "),
+    "weights of nothing measured": ("+train.acceptance.weights.turn.first=1 train.acceptance.every=null",
+                                    "train.acceptance.every is null"),
     "attention that cannot train here": ("drafter.attention=flex", "drafter.attention=flex has no backward"),
     "too long for the target": ("target.max_length=9999", "target.max_length=9999 is more than the 2048"),
     "an optimizer's setting": ("+optimizer.capturable=true", "mend optimizer.capturable"),

@@ -101,7 +101,7 @@ def write_responses(folder: Path, samples: Sequence[Sample], heldout: int = 0) -
             start = sample.loss_mask.index(True) if True in sample.loss_mask else len(sample.tokens)
             split = "heldout" if number >= len(samples) - heldout else "train"
             file.write(json.dumps({"id": sample.id, "split": split, "category": sample.category,
-                                   "language": "en",
+                                   "language": sample.language, "thinking": sample.thinking,
                                    "prompt": sample.tokens[:start], "tokens": sample.tokens[start:],
                                    "finish_reason": "stop"}) + "\n")
     return folder
@@ -129,7 +129,7 @@ OFFLINE = partial(Offline, runtime=OfflineRuntime("first", 1))  # as conf/hidden
 def acceptance(every: int | None = None, computing: TargetEngine | None = None, **changes: Any) -> Acceptance:
     """Measuring as conf/train has it, small; never, unless told."""
     return Acceptance(**{"every": every, "prompts": 3, "max_new_tokens": 16, "k": None, "dtype": "float32",
-                         "tolerance": 0.1, "engine": computing or engine(),
+                         "tolerance": 0.1, "weights": {}, "engine": computing or engine(),
                          "runtime": AcceptanceRuntime(["speculators"], "cpu"), **changes})
 
 

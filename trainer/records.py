@@ -66,10 +66,18 @@ class Sample:
     loss_mask: tuple[bool, ...]
     category: str = "chat"
     finish_reason: str = "stop"
+    language: str = UNKNOWN
+    thinking: str = UNKNOWN
 
     @property
     def supervised(self) -> int:
         return sum(self.loss_mask)
+
+    @property
+    def turn(self) -> int:
+        """Which answer of its conversation the first one here is, 0 the first of all; ids end in it."""
+        _, mark, number = self.id.rpartition("#")
+        return int(number) if mark and number.isdecimal() else 0
 
 
 @dataclass(frozen=True)

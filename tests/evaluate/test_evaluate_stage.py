@@ -19,7 +19,10 @@ from vllm_support import small_server
 from trainer._paths import find
 from trainer.architectures.dflash import DFlash
 from trainer.compose import compose_configuration
+from trainer.data.own_prompts import OwnPrompts
 from trainer.data.prompts import Jsonl, Prompts
+from trainer.data.response_rows import read_rows
+from trainer.data.responses import AsGiven, More, Regenerate
 from trainer.engines.vllm_client import SpecCounters
 from trainer.errors import GateFailed, UserError
 from trainer.evaluate.decode import Verifying, decode
@@ -53,7 +56,7 @@ def inputs(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> dic
 def stage(target: Target, **changes: Any) -> Evaluate:
     return Evaluate(**{"target": target, "drafter": make_dflash(), "engine": engine(), "server": None,
                        "dtype": "float32", "sampling": Sampling(12, 0.0, 1.0, 0), "prompts": 6,
-                       "too_long": "error", "k": [3],
+                       "turns": "all", "weights": {}, "too_long": "error", "k": [3],
                        "users": 1, "warmup": 0, "rounds": 2, "format": "speculators",
                        "confidence": None, "agreement": 0.02, "runtime": Verifying("cpu"), **changes})
 
@@ -130,6 +133,7 @@ def test_settings_that_need_each_other(tiny_target: Target) -> None:
     assert judged(stage(tiny_target, format="native")) == {
         "evaluate.format": "must be one of export.formats (speculators), but is native"}
     assert list(judged(stage(tiny_target), heldout=0)) == ["prompts.heldout"]
+    assert list(judged(stage(tiny_target, weights={"turns": {"first": 1}}))) == ["evaluate.weights.turns"]
     assert judged(stage(tiny_target, confidence=0.4)) == {
         "evaluate.confidence": "must be null, since this drafter does not say how likely its tokens are "
                                "accepted, but is 0.4"}
@@ -209,19 +213,19 @@ def test_prompts_that_were_trained_on_are_not_measured(tiny_target: Target, inpu
     made = stage(tiny_target, prompts=6)
     asked = made._questions(inputs)[0]
     some = [Sample(f"other {name}", (*ids, 5, 6, 7)[number:], (False,) * (len(ids) - number) + (True,) * 3)
-            for number, (name, _, ids) in enumerate(asked[:2])]
+            for number, (name, ids) in enumerate((each.id, each.ids) for each in asked[:2])]
     given = {**inputs, "responses": write_responses(tmp_path / "responses", some)}
     record = made.run(given, tmp_path)
-    assert (record["trained_on"], record["trained_on_ids"], record["prompts"]) == (1, [asked[0][0]], 5)
-    assert f"1 held-out prompts were trained on and are left out ({asked[0][0]})" in capsys.readouterr().out
-    every = [Sample(name, (*ids, 5, 6), (False,) * len(ids) + (True, True)) for name, _, ids in asked]
+    assert (record["trained_on"], record["trained_on_ids"], record["prompts"]) == (1, [asked[0].id], 5)
+    assert f"1 held-out prompts were trained on and are left out ({asked[0].id})" in capsys.readouterr().out
+    every = [Sample(each.id, (*each.ids, 5, 6), (False,) * len(each.ids) + (True, True)) for each in asked]
     with pytest.raises(UserError, match="all 6 held-out prompts were trained on, since responses=stored"):
         made.foresee({**inputs, "responses": write_responses(tmp_path / "responses", every)})
     made.foresee({**inputs, "responses": write_responses(tmp_path / "responses", every, heldout=6)})
 
 
 def test_a_prompt_that_just_fits_is_measured(tiny_target: Target, inputs: dict[str, Path]) -> None:
-    longest = max(len(ids) for _, _, ids in stage(tiny_target)._questions(inputs)[0])
+    longest = max(len(each.ids) for each in stage(tiny_target)._questions(inputs)[0])
     stage(tiny_target, engine=engine(max_length=longest + 12)).foresee(inputs)
     with pytest.raises(UserError, match="leaves no room"):
         stage(tiny_target, engine=engine(max_length=longest + 11)).foresee(inputs)
@@ -303,6 +307,108 @@ def test_a_target_that_moved_since_the_export_is_named(tiny_target: Target, inpu
         with pytest.raises(UserError, match=f"names its target by the path {tmp_path}/gone, where nothing is "
                                             "any more; export again with export.target_name="):
             call()
+
+
+TALKS = [{"id": f"{kind}{number}", "turns": [f"{kind} {number}?", "and?", "then?"][:1 + number],
+          "category": kind, "language": language, "split": "heldout",
+          **({}, {"system": "y" * 150}, {"chat_template_kwargs": {"enable_thinking": True}})[number]}
+         for number in range(3) for kind, language in (("chat", "en"), ("code", "es"))]
+
+
+@pytest.fixture(scope="module")
+def talks(tiny_target: Target, inputs: dict[str, Path],
+          tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Conversations of one, two and three turns, and what the target answered to all of them."""
+    folder = tmp_path_factory.mktemp("talks")
+    source = folder / "source.jsonl"
+    rows = [*TALKS, {"turns": ["train", "on"], "id": "t"}]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in ("prompts", "responses"):
+        (folder / name).mkdir()
+    Prompts(Jsonl(str(source)), None, 6, 0.0, None, None).run({}, folder / "prompts")
+    answering = Regenerate(tiny_target, engine(), Sampling(8, 0.0, 1.0, 0), OwnPrompts(0, 8, 1.0, 1.0),
+                           More(0, 1.0, 1.0), "error")
+    answering.run({"prompts": folder / "prompts"}, folder / "responses")
+    return {**inputs, "prompts": folder / "prompts", "responses": folder / "responses"}
+
+
+def test_every_slice_has_a_row(tiny_target: Target, talks: dict[str, Path], tmp_path: Path) -> None:
+    weights = {"category": {"chat": 1}, "turn": {"first": 1, "third": 1}}
+    record = stage(tiny_target, weights=weights, k=[3, 2]).run(talks, tmp_path)
+    rows = {(row["dataset"], row["num_speculative_tokens"]): row
+            for row in json.loads((tmp_path / "rows.json").read_text())}
+    counted = {name: row["prompts"] for (name, _), row in rows.items()}
+    assert counted == counted | {
+        "heldout": 12, "heldout/chat": 6, "heldout/code": 6, "heldout/language=en": 6,
+        "heldout/language=es": 6, "heldout/thinking=on": 6, "heldout/thinking=unknown": 6,
+        "heldout/context=up_to_512": 12 - counted["heldout/context=up_to_128"],
+        "heldout/turn=first": 6, "heldout/turn=second": 4, "heldout/turn=third": 2}
+    assert len(counted) == 12 and counted["heldout/context=up_to_512"] >= 4
+    for kind in ("language", "thinking", "context", "turn"):
+        own = [row for (name, _), row in rows.items() if f"/{kind}=" in name]
+        for figure in ("drafts", "output_tokens"):
+            assert sum(row[figure] for row in own) == rows["heldout", 3][figure], kind
+    assert {name for name, k in rows if k == 2} == {"heldout"}, "the first length is told by slice"
+    same, other = (rows["heldout", k] for k in (3, 2))
+    assert record["mix"] == same["mix"] >= 1 and "mix" not in other and record["prompts"] == 12
+
+
+def test_a_later_turn_is_asked_as_the_server_was(tiny_target: Target, talks: dict[str, Path]) -> None:
+    """Behind the target's own answers; of given ones, which lie in one row, behind those."""
+    asked = {each.id: each.ids for each in stage(tiny_target)._questions(talks)[0]}
+    rows = {row["id"]: row for row in read_rows(talks["responses"])}
+    assert {name for name in asked if "#" in name} == {"chat1#1", "code1#1", "chat2#1", "chat2#2", "code2#1",
+                                                       "code2#2"}
+    for name in asked:
+        assert asked[name] == rows[name if "#" in name else f"{name}#0"]["prompt"]
+    assert {each.id for each in stage(tiny_target, turns="first")._questions(talks)[0]} == {
+        each["id"] for each in TALKS}
+
+
+def test_a_later_turn_of_given_answers(tiny_target: Target, inputs: dict[str, Path], tmp_path: Path) -> None:
+    source = tmp_path / "source.jsonl"
+    source.write_text("".join(
+        json.dumps({"turns": [name, "more"], "answers": ["x", "y"], "id": name, "split": split}) + "\n"
+        for name, split in (("g", "heldout"), ("t", "train"))))
+    for name in ("prompts", "responses"):
+        (tmp_path / name).mkdir()
+    Prompts(Jsonl(str(source)), None, 1, 0.0, None, None).run({}, tmp_path / "prompts")
+    AsGiven(tiny_target, 300).run({"prompts": tmp_path / "prompts"}, tmp_path / "responses")
+    made = {**inputs, "prompts": tmp_path / "prompts", "responses": tmp_path / "responses"}
+    first, second = stage(tiny_target)._questions(made)[0]
+    [row] = [row for row in read_rows(tmp_path / "responses") if row["split"] == "heldout"]
+    assert second.id == "g#1" and second.slices["turn"] == "second"
+    assert row["mask"][len(second.ids)] and not row["mask"][len(second.ids) - 1]
+    assert second.ids == row["tokens"][:len(second.ids)] and len(second.ids) > len(first.ids)
+    row["tokens"][0] += 1  # a conversation of another one's id
+    (tmp_path / "responses/responses.jsonl").write_text(json.dumps(row) + "\n")
+    assert [each.id for each in stage(tiny_target)._questions(made)[0]] == ["g"]
+
+
+def test_later_turns_without_room_are_left_out_and_counted(tiny_target: Target,
+                                                           talks: dict[str, Path]) -> None:
+    longest = max(len(each.ids) for each in stage(tiny_target)._questions(talks)[0])
+    made = stage(tiny_target, engine=engine(max_length=longest + 11))
+    chosen, left_out, _ = made._questions(talks)
+    assert left_out and all("#" in name for name in left_out) and len(chosen) + len(left_out) == 12
+
+
+@pytest.mark.parametrize(("weights", "said"), [
+    ({"category": {"chat": 1, "coed": 1}}, r"^evaluate\.weights .*weighs the category 'coed', .*; nearest: "
+                                           r"code \(there: chat, code\)"),
+    ({"thinking": {"off": 1}}, r"weighs the thinking 'off', but no held-out answer is of it \(there: on, u")])
+def test_unknown_slices_are_told_before_there_are_answers(tiny_target: Target, talks: dict[str, Path],
+                                                          weights: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        stage(tiny_target, weights=weights).foresee({"prompts": talks["prompts"]})
+
+
+def test_slices_that_answers_alone_have_are_judged_with_them(tiny_target: Target,
+                                                             talks: dict[str, Path]) -> None:
+    made = stage(tiny_target, weights={"turn": {"later": 1}})
+    made.foresee({"prompts": talks["prompts"]})
+    with pytest.raises(UserError, match=r"weighs the turn 'later', .* \(there: first, second, third\)"):
+        made.foresee({"prompts": talks["prompts"], "responses": talks["responses"]})
 
 
 def test_some_prompts_stand_for_all(tiny_target: Target, inputs: dict[str, Path], tmp_path: Path) -> None:

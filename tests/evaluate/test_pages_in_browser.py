@@ -36,7 +36,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int
     folder = tmp_path_factory.mktemp("pages")
     (folder / "report").mkdir()
     make_report().run(make_run(folder / "run"), folder / "report")
-    found = {"report": (folder / "report/report.html", 4 + 2 + 2 + 5)}
+    found = {"report": (folder / "report/report.html", 5 + 2 + 2 + 5)}
     published = [row for row in json.loads(PUBLISHED.read_text())
                  if row["method"] == "DSpark" or "Qwen3.5-27B" in row["model"]]
     for name, rows, plots in (("sweep", swept(), 2 + 8 + 4 + 1 + 2 * 5),

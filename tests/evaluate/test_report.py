@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from trainer.errors import UserError
-from trainer.evaluate import figures, html
-from trainer.evaluate.doubts import Doubts, left_out, of_code, of_training
+from trainer.evaluate import figures, html, slice_figures
+from trainer.evaluate.doubts import Doubts, left_out, of_code, of_data, of_mix, of_slices, of_training
 from trainer.evaluate.report import Report, headline, verdict
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
@@ -52,7 +52,8 @@ def make_rows() -> list[dict]:
     ]
     unmeasured = {"engine": "in_process", "baseline_tok_s": None, "tok_s": None, "speedup": None, "users": 1}
     rows.append(make_row([0.361, 0.112, 0.049], **unmeasured))
-    for name, scale in (("chat", 0.8), ("math", 1.5), ("code", 1.2), ("tools", 1.1), ("de", 0.5)):
+    for name, scale in (("chat", 0.8), ("math", 1.5), ("code", 1.2), ("tools", 1.1), ("language=de", 0.6),
+                        ("language=en", 1.1), ("context=up_to_512", 1.0), ("turn=second", 0.9)):
         rates = [scale * 0.36, scale * 0.11, scale * 0.05]
         rows.append(make_row(rates, dataset=f"heldout/{name}", **unmeasured))
     return rows
@@ -93,6 +94,9 @@ def make_entry(step: int) -> dict:
              "estimate": 1 + 0.6 * (1 - math.exp(-step / 150)) + wave / 4, "seconds": step * 1.2}  # fmt: skip
     if step % 50 == 0:
         entry |= {"heldout_loss": 7.2 / step**0.25, "measured": 1 + 0.5 * (1 - math.exp(-step / 150))}
+        scales = {"chat": 0.4, "math": 0.7, "language=de": 0.25, "language=en": 0.6}
+        entry |= {f"measured/{name}": 1 + scale * (1 - math.exp(-step / 150))
+                  for name, scale in scales.items()}
     return entry
 
 
@@ -177,13 +181,66 @@ def test_page_is_sound_loads_nothing_and_shows_the_numbers(tmp_path: Path) -> No
     assert len(page.ids) == len(set(page.ids))
     assert set(re.findall(r"url\(([^)]*)\)", text)) <= {f"#{name}" for name in page.ids}
     assert not re.search(r"https?://|@import|<link|<iframe", text)
-    assert text.count("<svg") == 4 + 9, "four of the run, nine of its rows as a sweep"
+    assert text.count("<svg") == 5 + 9, "five of the run, nine of its rows as a sweep"
     for shown in (
         "dflash_smollm2", "1.52", "0.36", "1.21x", "heldout/math", "top1_agreement", "0.9987", "123,456",
         "torch", "1 of 2 gates failed", "the two counted <different> prompts", SERVE, "2.13.0", "Cumulative",
         "K=3", "held out, decoded", "best step", "before training", "1.017", "1.484",
     ):  # fmt: skip
         assert shown in page.text, shown
+
+
+def test_slices_reach_both_files_and_the_console(tmp_path: Path,
+                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows of every kind, the newest figures of training, the user's own mix, what the vocabulary covers."""
+    folders = make_run(tmp_path)
+    weights = {"category": {"code": 3, "chat": 1}, "turn": {"second": 2}}
+    covered = {"rows": 8192, "total": 49152, "covered": 0.9876, "distinct": 9000, "special": 2,
+               "curve": {"16384": 0.9912}, "by_category": {"chat": 0.9911, "code": 0.7321}}
+    trained = {"mix": 1.55, "mix_before": 1.2, "draft_vocabulary": covered}
+    for name, record, settings in (("evaluate", {"mix": 1.6123}, {"weights": weights}),
+                                   ("train", trained, {})):
+        stage = json.loads((folders[name] / "stage.json").read_text())
+        stage["record"] |= record
+        (folders[name] / "stage.json").write_text(json.dumps(stage | {"settings": settings}))
+    report, text, _ = run_report(folders, tmp_path)
+    last = make_entry(400)
+    assert report["mix"] == {"accepted_length": 1.6123, "weights": weights}
+    assert report["training"]["slices"] == {
+        "category": {name: last[f"measured/{name}"] for name in ("chat", "math")},
+        "language": {name: last[f"measured/language={name}"] for name in ("de", "en")}}
+    assert (report["training"]["mix"], report["training"]["mix_before"]) == (1.55, 1.2)
+    shown = Page(text).text
+    for part in ("heldout/language=de", "category: code 75 %, chat 25 %; turn: second 100 %, accepts 1.612",
+                 "of your mix, at the best step", "1.550", "8,192 of the target's 49,152 tokens", "73.21 %",
+                 "all, with 16,384 tokens", "99.12 %", "By slice, while training"):
+        assert part in shown, part
+    [poor] = report["warnings"]
+    assert "The draft vocabulary covers 73.2% of the tokens of code that were trained on" in poor
+    make_report().tell(tmp_path / "report/0000.partial")
+    printed = capsys.readouterr().out
+    assert "heldout/language=de" in printed and "accepted length 1.612 of your own mix of traff" in printed
+
+
+def test_curves_of_slices_have_a_panel_a_kind() -> None:
+    log = [make_entry(step) for step in range(1, 401)]
+    drawn = slice_figures.curves(log)
+    for name in ("category", "language", "chat", "math", "de", "en"):
+        assert drawn.count(f">{name}</text>") == 1, name
+    assert drawn.count(">accepted length</text>") == 2
+    assert slice_figures.curves([make_entry(step) for step in range(1, 60)]) is None, "measured once"
+    assert slice_figures.curves([]) is None
+
+
+def test_a_slice_that_gains_least_is_told() -> None:
+    slow = make_row([0.2, 0.05], dataset="heldout/language=de", drafts=60)
+    whole = make_row([0.4, 0.2])
+    [said] = of_slices([whole, slow])
+    assert said.startswith("heldout/language=de, vLLM, K=2: the accepted length is 1.25 where that of all "
+                           "prompts is 1.60, so traffic of this kind gains least; train on more of it")
+    for rows in ([whole, slow | {"drafts": 49}], [whole, make_row([0.25, 0.06], dataset="heldout/x")], [slow],
+                 [whole | {"engine": "in_process"}, slow], [make_row([0.02, 0.0]), make_row([0.0, 0.0])]):
+        assert [*of_slices(rows)] == []
 
 
 def test_absent_inputs_leave_their_sections_out(tmp_path: Path) -> None:
@@ -357,10 +414,37 @@ def test_what_training_noticed_is_told() -> None:
     sound = {"steps": 70, "unmoved": [], "dominating": [], "final": final}
     sound["draft_vocabulary"] = {"covered": 0.99}
     assert of_training({"train": {"record": sound}}) == of_training({}) == []
+    sound["draft_vocabulary"] |= {"by_category": {"chat": 0.99, "code": 0.79, "es": 0.5}}
+    [narrow] = of_training({"train": {"record": sound}})
+    assert "covers 50.0% of the tokens of es that" in narrow
     better = {"before_training": 2.31, "accepted_length": 2.32}
     assert of_training({"train": {"record": better}}) == []
+    mixed = better | {"mix": 1.9, "mix_before": 1.95}
+    [idle] = of_training({"train": {"record": mixed}})
+    assert "the mix of train.acceptance.weights was accepted at 1.95 before" in idle
+    assert of_training({"train": {"record": mixed | {"mix_before": 1.8, "accepted_length": 2.0}}}) == []
     [idle] = of_training({"train": {"record": better | {"accepted_length": 2.25}}})
     assert re.search(r"brought nothing: .* at 2\.31 before the first step and at 2\.25 at the best one", idle)
+
+
+def test_languages_that_nobody_says_are_told() -> None:
+    def told(**languages: int) -> list[str]:
+        return [*of_data({"prompts": {"record": {"languages": languages}}})]
+
+    [said] = told(unknown=60, en=40)
+    assert said.startswith("The language of 60 of 100 training prompts is not known")
+    assert told(unknown=40, en=60) == told(en=3) == told() == [*of_data({})] == []
+
+
+def test_traffic_that_the_data_hardly_has_is_told() -> None:
+    def told(**weights: float) -> list[str]:
+        return [*of_mix({"evaluate": {"settings": {"weights": {"category": weights}}},
+                         "responses": {"record": {"categories": {"chat": 80, "code": 20}}}})]
+
+    assert told(chat=1, code=1) == told(code=0, chat=2) == told() == [*of_mix({})] == []
+    [code, tools] = told(code=6, tools=2, chat=1)
+    assert code.startswith("code is 67% of your mix of traffic (train.acceptance.weights) and 20% of the")
+    assert tools.startswith("tools is 22% of your mix of traffic (train.acceptance.weights) and 0% of the")
 
 
 def test_acceptance_that_was_not_measured_while_training_leaves_a_trace() -> None:

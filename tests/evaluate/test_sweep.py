@@ -218,7 +218,7 @@ def test_files_are_kinds_of_prompts(tiny_target: Target, peers: list[Counting], 
 def test_what_was_trained_on_is_not_measured(tiny_target: Target, peers: list[Counting],
                                              inputs: dict[str, Path], tmp_path: Path) -> None:
     chat = asked(Chat.of(tiny_target), [Prompt(row["id"], tuple(row["turns"])) for row in ROWS[:9:3]])
-    samples = [Sample(name, (*ids, 5), (False,) * len(ids) + (True,)) for name, _, ids in chat]
+    samples = [Sample(each.id, (*each.ids, 5), (False,) * len(each.ids) + (True,)) for each in chat]
     sweep = stage(tiny_target, peers[:2], k=[1], users=[1], categories=["chat"])
     [row] = run(sweep, {**inputs, "responses": write_responses(tmp_path / "some", samples[:1])})
     assert row["prompts"] == 2

@@ -44,7 +44,7 @@ def test_a_kernel_that_cannot_be_had_stops_before_anything_is_loaded(tiny_target
     runtime = {"evaluate": Verifying, "train": partial(AcceptanceRuntime, ["native"])}[name]
     made = acceptance(1) if name == "train" else Evaluate(
         tiny_target, partial(DFlash, seed=0), engine(), None, "float32", Sampling(12, 0.0, 1.0, 0), 6,
-        "error", [3], 1, 0, 2, "speculators", None, 0.02, Verifying("cpu"))
+        "first", {}, "error", [3], 1, 0, 2, "speculators", None, 0.02, Verifying("cpu"))
     made.preflight()
     for computing, kernel, told in ((engine(), "triton", "cpu; set hardware.verify=cpu"),
                                     (away, "cpu", "cuda:1; set hardware.verify=triton")):

@@ -229,6 +229,58 @@ def test_samples_are_spread_and_have_room() -> None:
     assert made.usable(long) == [] and made.usable(known[:2]) == known[:2]
 
 
+def tagged(samples: list[Sample], *tags: dict[str, str]) -> list[Sample]:
+    return [replace(sample, **tags[number % len(tags)]) for number, sample in enumerate(samples)]
+
+
+KINDS = ({"category": "code", "language": "en"}, {"category": "chat", "language": "es"})
+
+
+def test_each_slice_is_measured_and_the_mix_of_them(tiny_target: Target, able: DFlash, samples: list[Sample],
+                                                    states: States, tmp_path: Path) -> None:
+    """As if each slice were measured alone."""
+    given = tagged(samples, *KINDS)
+    weights = {"category": {"code": 3, "chat": 1}}
+    found = measure(able, tiny_target, given, states, tmp_path, weights=weights)
+    assert list(found.slices) == ["chat", "code", "language=en", "language=es"], "in others they are alike"
+    alone = {kind["category"]: measure(able, tiny_target, given[place::2], states, tmp_path)
+             for place, kind in enumerate(KINDS)}
+    for kind in KINDS:
+        length = found.slices[kind["category"]]
+        assert length == found.slices[f"language={kind['language']}"] == alone[kind["category"]].measured
+    assert found.slices["code"] != found.slices["chat"] and alone["code"].slices == {}
+    assert found.mix == pytest.approx(4 / (3 / found.slices["code"] + 1 / found.slices["chat"]))
+    figures, chat = found.figures(), found.slices["chat"]
+    assert figures["mix"] == round(found.mix, 5) and figures["measured/chat"] == round(chat, 5)
+    assert f"; by slice: chat {chat:.2f}, code " in found.line() and "; mix " in found.line()
+    plain = measure(able, tiny_target, samples, states, tmp_path)
+    assert plain.measured == found.measured and plain.mix is None and "mix" not in plain.figures()
+    assert "slice" not in plain.line()
+
+
+def test_prompts_of_the_mix_are_taken_in_turn() -> None:
+    known = tagged(random_samples([40] * 9, prompt=20), *[KINDS[0]] * 2, {"category": "math"})
+    made = acceptance(1, prompts=4, weights={"category": {"code": 1, "math": 5}})
+    assert [sample.id for sample in made.usable(known)] == ["s0", "s1", "s2", "s5"]
+    made.require(known)
+    only = acceptance(1, prompts=4, weights={"category": {"math": 1}})
+    assert [sample.id for sample in only.usable(known)] == ["s2", "s5", "s8"]
+    assert len(only.usable(known[:2])) == 2, "of training samples any may stand for those that are not there"
+
+
+def test_a_slice_that_cannot_be_measured_is_told() -> None:
+    known = tagged(random_samples([40] * 4 + [60], prompt=20), *[KINDS[0]] * 4, {"category": "math"})
+    with pytest.raises(UserError, match=r"^train\.acceptance\.weights weighs the category 'maths', but no .*"
+                                        r"; nearest: math \(there: code, math\)"):
+        acceptance(1, weights={"category": {"maths": 1}}).require(known)
+    both, long = {"category": {"math": 1, "code": 1}}, random_samples([60], prompt=50)
+    for made, heldout in ((acceptance(1, prompts=1, weights=both), known),
+                          (acceptance(1, prompts=3, computing=engine(max_length=30), weights=both),
+                           known[:4] + tagged(long, {"category": "math"}))):
+        with pytest.raises(UserError, match="'math', but none of the [13] answers that are measured is"):
+            made.require(heldout)
+
+
 def test_when_it_measures() -> None:
     steps = range(1, 12)
     assert [step for step in steps if acceptance(4).due(step, 11)] == [4, 8, 11]
@@ -244,6 +296,9 @@ def test_settings_are_judged_before_the_run() -> None:
     assert acceptance(1, k=4).check(make_dflash()) == {}
     assert acceptance(1, k=5).check(make_dflash()) == {
         "k": "must lie between 1 and 4, the longest draft of this drafter, but is 5"}
+    assert acceptance(1, weights={"turns": {"first": 1}}).check(make_dflash()).keys() == {"weights.turns"}
+    [(key, text)] = acceptance(None, weights={"turn": {"first": 1}}).check(make_dflash()).items()
+    assert key == "weights" and "as train.acceptance.every is null" in text
     [(key, text)] = acceptance(1, computing=engine(kind=Remote)).check(make_dflash()).items()
     assert key == "engine" and "must compute in this process" in text
     away = engine()

@@ -13,12 +13,14 @@ from safetensors.torch import load_file
 from tiny import acceptance, make_dflash, write_responses
 from trainings import SAMPLES, Stopped, check_equal, log_of, run, stage
 
+from trainer._stage_record import fingerprint
 from trainer.architectures.base import Exported
 from trainer.architectures.dflash import DFlash
 from trainer.errors import GateFailed, UserError
 from trainer.gates import Gate
 from trainer.target import Target
 from trainer.training.measuring import Measured, Measuring
+from trainer.training.stage import Train
 
 
 class Told(Measuring):
@@ -46,6 +48,21 @@ class Told(Measuring):
                         [Gate("measured_acceptance_gap", gap, 0.1, "<=", "the test says so")])
 
 
+class Mixed(Told):
+    """Says them of a mix; over all prompts the first is best. Asks for three held-out samples."""
+
+    first = 3.0
+
+    def measure(self, *given: Any) -> Measured:
+        found = replace(super().measure(), slices={"chat": 1.5, "language=es": 1.25})
+        self.first -= 0.1
+        return replace(found, mix=found.measured, measured=self.first)
+
+    def require(self, heldout: Any) -> None:
+        if len(heldout) != 3:
+            raise UserError("there are not three")
+
+
 @pytest.mark.parametrize(("lengths", "best"), [((1.1, 1.6, 1.3, 1.2, 1.5), 6), ((1.3, 1.2, 1.3, 1.1, 1.0), 9),
                                                ((1.1, 1.2, 1.3, 1.4, 1.5), 13)])
 def test_the_best_step_is_kept_and_taken(target: Target, inputs: dict[str, Path], tmp_path: Path,
@@ -64,6 +81,39 @@ def test_the_best_step_is_kept_and_taken(target: Target, inputs: dict[str, Path]
     assert all(torch.equal(kept[name], left[name]) for name in kept)
     assert (f"step {best} is taken, not the last" in capsys.readouterr().out) == (best != 13)
     assert [line["measured"] for line in log_of(tmp_path / "out") if "measured" in line] == [1.9, *lengths]
+
+
+def test_the_best_step_is_that_of_the_mix(target: Target, inputs: dict[str, Path], tmp_path: Path,
+                                          capsys: pytest.CaptureFixture[str]) -> None:
+    """It is told with what all prompts accept; the log has every slice."""
+    made = stage(target, acceptance=Mixed(1.15, 1.1, 1.3, 1.6, 1.2, 1.5))
+    record = run(made, inputs, tmp_path / "out")
+    assert (record["best_step"], record["mix"], record["mix_before"]) == (9, 1.6, 1.15)
+    assert (record["accepted_length"], record["before_training"]) == (2.6, 2.9)
+    printed = capsys.readouterr().out
+    assert "as it was measured best (accepted length of the mix 1.600, of all prompts 2.600)" in printed
+    assert "; by slice: chat 1.50, language=es 1.25; mix 1.600" in printed
+    lines = [line for line in log_of(tmp_path / "out") if "measured" in line]
+    assert [line["mix"] for line in lines] == [1.15, 1.1, 1.3, 1.6, 1.2, 1.5]
+    assert all((line["measured/chat"], line["measured/language=es"]) == (1.5, 1.25) for line in lines)
+    assert run(made, inputs, tmp_path / "out")["best_step"] == 9, "also from its checkpoints"
+
+
+def test_what_measuring_asks_for_is_told_before_anything_is_made(target: Target, inputs: dict[str, Path],
+                                                                  tmp_path: Path) -> None:
+    responses = write_responses(tmp_path / "responses", SAMPLES, heldout=2)
+    with pytest.raises(UserError, match="there are not three"):
+        stage(target, acceptance=Mixed()).foresee({"responses": responses})
+    stage(target, acceptance=Mixed()).foresee(inputs)
+
+
+def test_weights_make_a_training_of_their_own_and_none_leave_it_as_it_was(target: Target) -> None:
+    node = {"acceptance": {"weights": {}, "every": 3}}
+    plain, known = (fingerprint(each, 3, {}, {}, (), Train.neutral) for each in (
+        {"acceptance": {"every": 3}}, node))
+    other = fingerprint({"acceptance": {**node["acceptance"], "weights": {"turn": {"first": 1}}}}, 3, {}, {},
+                        (), Train.neutral)
+    assert plain == known != other
 
 
 def test_measuring_changes_no_step(target: Target, inputs: dict[str, Path], tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Rows of `responses.jsonl`: how they are written, what is refused in them, and what is told of them.
 
 A row has the ids of the prompt and of the answer, `{"id", "split", "category", "prompt", "tokens",
-"finish_reason"}`, and a `mask` over both where not exactly the answer is supervised.
+"finish_reason"}`, and a `mask` over both where not exactly the answer is supervised; `language` and the mode
+of `thinking` that was asked for (`slices`) where they are known.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError, first_line
-from trainer.records import Sample
+from trainer.records import UNKNOWN, Sample
 from trainer.target import Target
 
 Row = dict[str, Any]
@@ -106,7 +107,8 @@ def read_rows(folder: Path) -> Iterator[Row]:
 def read_samples(folder: Path, split: str) -> list[Sample]:
     """Training rows of one split of a finished stage, ordered by id."""
     samples = [Sample(row["id"], tuple(row["prompt"] + row["tokens"]), tuple(mask_of(row)), row["category"],
-                      row["finish_reason"]) for row in read_rows(folder) if row["split"] == split]
+                      row["finish_reason"], row.get("language", UNKNOWN), row.get("thinking", UNKNOWN))
+               for row in read_rows(folder) if row["split"] == split]
     return sorted(samples, key=lambda sample: sample.id)
 
 

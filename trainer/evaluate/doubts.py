@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from trainer.evaluate import figures
+from trainer.records import UNKNOWN
 
 NEAR_ONE = 1.05   # an accepted length below: next to no draft is accepted, so that none can save time
 FEW_DRAFTS = 200  # counted drafts below which another sample would give another accepted length
@@ -17,6 +18,8 @@ FEW_PROMPTS = 8  # to train on; with fewer, more training helps nothing
 WEIGHTS_OR_LAYERS = (
     "draft weights that the engine left unset, or hidden states taken from other layers than in training"
 )
+SCARCE = 1 / 3  # of its share of the traffic, below which a category is hardly trained on
+SOME_DRAFTS = 50  # of a slice, from which it is told to be accepted worse than the rest
 COVERED = 0.8  # share of the tokens below which a draft vocabulary is the first thing to mend
 LEFT_OUT = (  # stage, number in its record, what it counts
     ("prompts", "left_out", "prompts repeat a text that is held out and are not trained on"),
@@ -130,10 +133,12 @@ def of_training(finished: dict[str, dict]) -> list[str]:
         name = "" if "" in poor else min(poor, key=poor.__getitem__)
         found.append(f"The draft vocabulary covers {poor[name]:.1%} of the tokens{name} that were "
                      "trained on, and no other token can be drafted; raise drafter.draft_vocab_size.")
-    if record.get("accepted_length", math.inf) <= record.get("before_training", 0.0):
-        found.append(f"Training brought nothing: held-out prompts were accepted at "
-                     f"{record['before_training']:.2f} before the first step and at "
-                     f"{record['accepted_length']:.2f} at the best one; lower optimizer.lr, or give more "
+    after, before = ("mix", "mix_before") if "mix" in record else ("accepted_length", "before_training")
+    if record.get(after, math.inf) <= record.get(before, 0.0):
+        what = "the mix of train.acceptance.weights was" if after == "mix" else "held-out prompts were"
+        found.append(f"Training brought nothing: {what} accepted at "
+                     f"{record[before]:.2f} before the first step and at "
+                     f"{record[after]:.2f} at the best one; lower optimizer.lr, or give more "
                      "prompts (prompts.limit) and steps.")
     if last.get("overfits"):
         found.append(f"The drafter knows its training samples by heart: along stored answers its accepted "
@@ -162,6 +167,41 @@ def single_prompts(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     if single := sorted({row["dataset"] for row in rows if row.get("prompts") == 1}):
         yield (f"One prompt of {', '.join(single)} was measured: how figures vary from prompt to prompt "
                "cannot be told, only how they repeat.")
+
+
+def of_slices(rows: list[dict]) -> Iterator[str]:
+    """The slices of which less than half as many drafted tokens are accepted as of all prompts."""
+    for row in rows:
+        whole, _, name = row["dataset"].partition("/")
+        every = next((each for each in rows if each["dataset"] == whole and all(
+            each.get(key) == row.get(key) for key in ("engine", "num_speculative_tokens", "users"))), None)
+        if not name or every is None or row.get("drafts", 0) < SOME_DRAFTS:
+            continue
+        lengths = row["mean_accepted_length"], every["mean_accepted_length"]
+        if lengths[0] - 1 < (lengths[1] - 1) / 2 and lengths[1] >= NEAR_ONE:
+            yield (f"{figures.name_of(row)}: the accepted length is {lengths[0]:.2f} where that of all "
+                   f"prompts is {lengths[1]:.2f}, so traffic of this kind gains least; train on more of it "
+                   "(prompts.source), or weigh it in train.acceptance.weights.")
+
+
+def of_mix(finished: dict[str, dict]) -> Iterator[str]:
+    """The categories of the user's own mix of which the data has next to nothing."""
+    weights = finished.get("evaluate", {}).get("settings", {}).get("weights", {}).get("category", {})
+    answers = finished.get("responses", {}).get("record", {}).get("categories", {})
+    for name, weight in weights.items():
+        wanted, had = weight / sum(weights.values()), answers.get(name, 0) / max(1, sum(answers.values()))
+        if answers and had < SCARCE * wanted:
+            yield (f"{name} is {wanted:.0%} of your mix of traffic (train.acceptance.weights) and {had:.0%} "
+                   "of the answers that were made to train on; give more prompts of it (prompts.source).")
+
+
+def of_data(finished: dict[str, dict]) -> Iterator[str]:
+    """What the data does not say of itself."""
+    languages = finished.get("prompts", {}).get("record", {}).get("languages", {})
+    if (count := languages.get(UNKNOWN, 0)) and count > sum(languages.values()) / 2:
+        yield (f"The language of {count} of {sum(languages.values())} training prompts is not known: nothing "
+               'says it ("language" of a row), and it is not detected where prompts.languages is null or a '
+               "text too short, so that no slice tells one language from another.")
 
 
 def left_out(finished: dict[str, dict]) -> list[str]:

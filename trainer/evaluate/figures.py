@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+from trainer.data.slices import rank
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -151,7 +153,7 @@ def throughput_bars(rows: list[dict]) -> str | None:
 
 
 def accepted_length_bars(rows: list[dict]) -> str | None:
-    """The accepted length by kind of prompt, one bar a (engine, K); the dashed line is plain decoding."""
+    """The accepted length by slice, one bar a (engine, K); the dashed line is plain decoding."""
     lines = _one_a_setting(rows)
     series = sorted({_setting(row) for row in lines if "/" in row["dataset"]})
     lines = [row for row in lines if _setting(row) in series]
@@ -177,7 +179,7 @@ def accepted_length_bars(rows: list[dict]) -> str | None:
     axes.tick_params(axis="y", length=0)
     axes.grid(True, axis="x")
     axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=4, borderaxespad=0.0)
-    return svg(figure, "slices", "Accepted length by kind of prompt", IN_TABLE)
+    return svg(figure, "slices", "Accepted length by slice", IN_TABLE)
 
 
 def users(row: dict) -> str:
@@ -202,7 +204,8 @@ def _one_a_setting(rows: list[dict]) -> list[dict]:
 def _order(row: dict) -> tuple:
     """All prompts before their slices, the server before the process, then K and users ascending."""
     engine, k = _setting(row)
-    return "/" in row["dataset"], row["dataset"], engine != "vllm", engine, k, row.get("users") or 1
+    whole, _, name = row["dataset"].partition("/")
+    return name != "", whole, rank(name), engine != "vllm", engine, k, row.get("users") or 1
 
 
 def _setting(row: dict) -> tuple[str, int]:

@@ -70,7 +70,7 @@ def render_comparison(sweep: dict[str, Any], found: dict[str, Any], title: str) 
 
 def _environment() -> Environment:
     found = environment(Path(__file__).parent)
-    found.filters[draft_length.__name__] = draft_length
+    found.filters |= {each.__name__: each for each in (draft_length, shares)}
     return found
 
 
@@ -78,6 +78,13 @@ def draft_length(row: dict) -> str:
     """'3'; '1.62 of 3' where drafts are cut, for what a step verified of those drafted."""
     drafted, verified = row["num_speculative_tokens"], row.get("verified_tokens")
     return str(drafted) if verified is None else f"{verified:.2f} of {drafted}"
+
+
+def shares(weights: dict[str, dict[str, float]]) -> str:
+    """'category: code 75 %, chat 25 %', of the weights of a mix."""
+    return "; ".join(f"{kind}: " + ", ".join(f"{name} {100 * each / sum(names.values()):.0f} %"
+                                             for name, each in names.items())
+                     for kind, names in weights.items())
 
 
 def _facts(report: dict) -> list[tuple[str, str]]:
@@ -90,6 +97,8 @@ def _facts(report: dict) -> list[tuple[str, str]]:
         ("steps", compact(training["steps"]) if "steps" in training else None),
         ("accepted length before training", number(training.get("before_training"), 3)),
         ("at the best step", number(training.get("accepted_length"), 3)),
+        ("of your mix, at the best step", number(training.get("mix"), 3)),
+        ("of your mix, as exported", number(report["mix"]["accepted_length"], 3) if report["mix"] else None),
         ("best step", compact(training["best_step"]) if "best_step" in training else None),
         ("tokens", compact(training["tokens"]) if "tokens" in training else None),
         ("final loss", number(final["loss"], 3) if "loss" in final else None),

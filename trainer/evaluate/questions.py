@@ -9,12 +9,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainer.data.chat import Chat
-from trainer.data.response_rows import read_samples
+from trainer.data.response_rows import mask_of, read_rows, read_samples
+from trainer.data.slices import Slices, of_prompt
 from trainer.data.splits import spread
 from trainer.errors import UserError
 from trainer.records import Prompt
 
-Question = tuple[str, str, list[int]]  # id, category, prompt ids
+
+@dataclass(frozen=True)
+class Question:
+    """What a server is given, `ids`, and the slices of the traffic in which it lies."""
+
+    id: str
+    ids: list[int]
+    slices: Slices
 
 
 @dataclass(frozen=True)
@@ -45,18 +53,46 @@ def unready(reader: str, form: str, stages: Mapping[str, Any], otherwise: str | 
 
 def asked(chat: Chat, prompts: Iterable[Prompt]) -> list[Question]:
     """The first turn of each."""
-    return [(prompt.id, prompt.category, chat.asked(prompt, [])) for prompt in prompts]
+    found = []
+    for prompt in prompts:
+        ids = chat.asked(prompt, [])
+        found.append(Question(prompt.id, ids, of_prompt(prompt, chat.template, 0, len(ids))))
+    return found
+
+
+def later_turns(first: list[Question], prompts: Iterable[Prompt], chat: Chat, folder: Path,
+                room: Room) -> tuple[list[Question], list[str]]:
+    """The further turns of these conversations, behind the answers that they have in the finished stage
+    `responses` in `folder`; and the ids of those that leave no room. A conversation of another one's id, as
+    stored answers may have, is left alone."""
+    asked_of, known = {each.id: each for each in first}, {prompt.id: prompt for prompt in prompts}
+    rows = sorted((row for row in read_rows(folder) if row["split"] == "heldout"
+                   and row["id"].rpartition("#")[0] in asked_of), key=lambda row: row["id"])
+    found: dict[str, Question] = {}
+    same: set[str] = set()
+    for row in rows:
+        name, _, number = row["id"].rpartition("#")
+        ids, mask, begun = row["prompt"] + row["tokens"], mask_of(row), asked_of[name].ids
+        if ids[:len(begun)] == begun and number == "0":
+            same.add(name)
+        starts = [place for place, said in enumerate(mask) if said and not (place and mask[place - 1])]
+        for turn, start in enumerate(starts, int(number)):
+            if turn and name in same:
+                place = of_prompt(known[name], chat.template, turn, start)
+                found[f"{name}#{turn}"] = Question(f"{name}#{turn}", ids[:start], place)
+    long = [each.id for each in found.values() if len(each.ids) + room.answer > room.limit]
+    return [each for each in found.values() if each.id not in long], long
 
 
 def choose(found: list[Question], count: int, trained: list[str],
            room: Room) -> tuple[list[Question], list[str]]:
     """At most `count` questions, evenly over their categories, without those of the ids `trained`; and the
     ids of those that are left out as too long. Raises UserError for one that is too long and stays."""
-    long = {name: len(ids) for name, _, ids in found if len(ids) + room.answer > room.limit}
+    long = {each.id: len(each.ids) for each in found if len(each.ids) + room.answer > room.limit}
     dropped = [] if room.too_long == "error" else list(long)
-    kept = [question for question in found if question[0] not in {*dropped, *trained}]
-    chosen = spread(kept, count, lambda question: question[1])
-    for name, _, _ in chosen or [each for each in found if each[0] not in trained]:
+    kept = [question for question in found if question.id not in {*dropped, *trained}]
+    chosen = spread(kept, count, lambda question: question.slices["category"])
+    for name in [each.id for each in chosen or [each for each in found if each.id not in trained]]:
         if name in long:
             advice = "" if dropped else f"leave such prompts out with {room.reader}.too_long=drop, "
             raise UserError(f"{room.words} {name} has {long[name]} tokens, which leaves no room for "
@@ -78,5 +114,5 @@ def exported(folder: Path) -> dict[str, Any]:
 def trained_on(found: list[Question], inputs: dict[str, Path]) -> list[str]:
     """Ids of the prompts that begin a sample of training."""
     samples = read_samples(inputs["responses"], "train") if "responses" in inputs else []
-    return [name for name, _, ids in found
-            if any(list(sample.tokens[:len(ids)]) == list(ids) for sample in samples)]
+    return [each.id for each in found
+            if any(list(sample.tokens[:len(each.ids)]) == list(each.ids) for sample in samples)]

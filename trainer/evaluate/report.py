@@ -19,8 +19,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trainer.evaluate import figures, finished_stages, html, sweep_view, traffic
-from trainer.evaluate.doubts import NEAR_ONE, Doubts, left_out, of_code, of_training
+from trainer.evaluate import figures, finished_stages, html, slice_figures, sweep_view, traffic
+from trainer.evaluate.doubts import (
+    NEAR_ONE,
+    Doubts,
+    left_out,
+    of_code,
+    of_data,
+    of_mix,
+    of_slices,
+    of_training,
+)
 from trainer.evaluate.files import write_files
 from trainer.page import yes_no
 from trainer.pipeline import Stage
@@ -29,7 +38,7 @@ from trainer.ranges import NotNegative
 TABLE = {"box": box.SIMPLE_HEAD, "title_justify": "left", "title_style": "bold"}
 EXPORTED = ("max_k", "default_k", "formats", "confidence")
 CURVES = ("loss", "lr", "grad_norm", "estimate", "heldout_loss", "heldout_estimate", "measured",
-          "estimate_walk", "gap", "train_walk")  # fmt: skip
+          "estimate_walk", "gap", "train_walk", "mix")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,7 @@ class Report(Stage):
         "evaluate",
     )
     uses: ClassVar[tuple[str, ...]] = ("sweep",)
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
 
     recipe: str | None
     serve_with: str
@@ -76,7 +85,8 @@ class Report(Stage):
         swept = traffic.read_rows(inputs["sweep"] / "rows.json") if "sweep" in inputs else []
         text = json.dumps({**report, "sweep": swept}, indent=1, ensure_ascii=False)
         (out / "report.json").write_text(text + "\n", encoding="utf-8")
-        drawn, compared = figures.draw(rows, log), swept or sweep_view.measured(rows)
+        drawn = {**figures.draw(rows, log), "slice-curves": slice_figures.curves(log)}
+        compared = swept or sweep_view.measured(rows)
         view = sweep_view.view(compared) if compared else None
         (out / "report.html").write_text(html.render(report, commands, drawn, view), encoding="utf-8")
         if self.files:
@@ -112,10 +122,11 @@ class Report(Stage):
             "target": exported.get("target") or rows[0]["model"],
             "method": exported.get("method") or rows[0]["method"],
             "verdict": verdict(rows, exported.get("default_k")),
+            "mix": own_mix(finished),
             "rows": rows,
             "gates": gates,
-            "warnings": [*of_code(finished), *doubts.warnings(rows), *of_training(finished),
-                         *left_out(finished)],
+            "warnings": [*of_code(finished), *doubts.warnings(rows), *of_slices(rows), *of_training(finished),
+                         *of_mix(finished), *of_data(finished), *left_out(finished)],
             "training": summarise_training(log, finished.get("train")),
             "export": {key: exported[key] for key in EXPORTED if key in exported},
             "stages": {name: _stage(name, inputs[name], finished[name]) for name in names},
@@ -151,6 +162,13 @@ def verdict(rows: list[dict], default_k: int | None) -> str:
     return ", ".join(parts)
 
 
+def own_mix(finished: dict[str, dict]) -> dict | None:
+    """The weights of the user's own traffic and what is accepted of it; None where none were given."""
+    found = finished.get("evaluate", {})
+    length = found.get("record", {}).get("mix")
+    return None if length is None else {"accepted_length": length, "weights": found["settings"]["weights"]}
+
+
 def merge_gates(finished: dict[str, dict]) -> dict[str, dict]:
     """The gates of all stages under 'stage/gate', in the order of the stages."""
     return {
@@ -175,13 +193,16 @@ def summarise_training(log: list[dict], finished: dict | None) -> dict:
     if finished is None:
         return {}
     summary = {"seconds": finished["record"].get("seconds", finished["seconds"])}
-    known = ("before_training", "best_step", "accepted_length")
+    known = ("before_training", "best_step", "accepted_length", "mix_before", "mix")
     summary |= {key: finished["record"][key] for key in known if key in finished["record"]}
     if log:
         summary["steps"] = log[-1]["step"]
         summary["final"] = {
             key: values[-1] for key in CURVES if (values := [e[key] for e in log if key in e])
         }
+        slices = {kind: {name: next(e[key] for e in reversed(log) if key in e) for name, key in names.items()}
+                  for kind, names in slice_figures.by_kind({k: 0.0 for e in log for k in e}).items()}
+        summary |= {"slices": slices} if slices else {}
     tokens = finished["record"].get("tokens", log[-1].get("tokens") if log else None)
     return summary if tokens is None else summary | {"tokens": tokens}
 
@@ -211,6 +232,9 @@ def print_tables(report: dict) -> None:
             yes_no(row.get("lossless")),
         )
     console.print(table)
+    if report["mix"]:
+        console.print(f"accepted length {report['mix']['accepted_length']:.3f} of your own mix of traffic "
+                      f"({html.shares(report['mix']['weights'])})")
     if report["gates"]:
         gates = Table("gate", "value", "bound", "result", title="gates", **TABLE)
         for name, gate in report["gates"].items():

@@ -9,7 +9,7 @@ starts over: speeds are compared within one run, on a machine in one state. """
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import product
@@ -17,13 +17,23 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from trainer.architectures.base import Drafter
+from trainer.data import slices
 from trainer.data.chat import Chat
 from trainer.data.prompts import read_prompts
 from trainer.engines.base import TargetEngine
 from trainer.errors import UserError
-from trainer.evaluate import rows
+from trainer.evaluate import mix, rows
 from trainer.evaluate.decode import Selection, Verifying, decode
-from trainer.evaluate.questions import Question, Room, asked, choose, exported, trained_on, unready
+from trainer.evaluate.questions import (
+    Question,
+    Room,
+    asked,
+    choose,
+    exported,
+    later_turns,
+    trained_on,
+    unready,
+)
 from trainer.evaluate.serving import Measurement, compare, enter, measure
 from trainer.export.formats import FORMATS, FormatName
 from trainer.gates import Gate, require
@@ -39,9 +49,10 @@ from trainer.training.build import MakeDrafter, draft_problem, require_drafts
 
 @dataclass(frozen=True)
 class Evaluate(Stage):
-    """`prompts` held-out prompts, the draft lengths `k` (the first is told by category as well), `users` at a
-    time. `server` null measures in this process only. With `rounds` the servers with and without the
-    drafter are up together and take turns (memory for both is needed); null measures one after the other.
+    """`prompts` held-out prompts and the later `turns` of their conversations, the draft lengths `k` (the
+    first is told by slice as well, and of the mix of `weights`), `users` at a time. `server` null measures in
+    this process only. With `rounds` the servers with and without the drafter are up together and take turns
+    (memory for both is needed); null measures one after the other.
     `too_long` says what happens to a prompt that leaves no room for an answer. With `confidence`, drafts are
     decoded in this process once more, cut before the first position whose calibrated chance to be accepted is
     below it."""
@@ -53,6 +64,8 @@ class Evaluate(Stage):
     dtype: Dtype
     sampling: Sampling
     prompts: Count
+    turns: Literal["first", "all"]
+    weights: mix.Weights
     too_long: Literal["error", "drop"]
     k: Annotated[list[Count], Filled(), Distinct()]
     users: Count
@@ -64,11 +77,13 @@ class Evaluate(Stage):
     runtime: Verifying
 
     after: ClassVar[tuple[str, ...]] = ("prompts", "responses", "export")
-    version: ClassVar[int] = 4
+    version: ClassVar[int] = 5
+    neutral: ClassVar[Mapping[str, Any]] = {"weights": {}}
 
     def check(self, stages: Mapping[str, Any]) -> dict[str, str]:
         found = {f"evaluate.k.{place}": draft_problem(self.drafter, k) for place, k in enumerate(self.k)}
         problems = {key: text for key, text in found.items() if text is not None}
+        problems |= {f"evaluate.{key}": text for key, text in mix.weights_problems(self.weights).items()}
         problems |= unready("evaluate", self.format, stages, "leave evaluate and report out of run=")
         if self.sampling.temperature:
             problems["evaluate.sampling.temperature"] = (
@@ -131,16 +146,18 @@ class Evaluate(Stage):
         return {"gates": require(gates), "accepted_length": best["mean_accepted_length"],
                 "speedup": best["speedup"], "k": best["num_speculative_tokens"],
                 "lossless": all(row["lossless"] for row in found), "prompts": len(questions),
+                **({"mix": found[0]["mix"]} if self.weights else {}),
                 "left_out": len(left_out), "left_out_ids": left_out[:20],
                 "trained_on": len(trained_on), "trained_on_ids": trained_on[:20]}
 
     def _questions(self, inputs: dict[str, Path]) -> tuple[list[Question], list[str], list[str]]:
-        """`prompts` of the held-out prompts, the ids of those that are left out as too long, and of those
-        that are, as answers that were stored elsewhere have them among the samples of training."""
+        """`prompts` of the held-out prompts with their later turns, as far as those are answered; the ids of
+        those that are left out as too long, and of those that are, as answers that were stored elsewhere have
+        them among the samples of training."""
         heldout = [prompt for prompt, name in read_prompts(inputs["prompts"]) if name == "heldout"]
         if not heldout:
             raise UserError("there is no held-out prompt to evaluate on; raise prompts.heldout")
-        found = asked(Chat.of(self.target), heldout)
+        found = asked(chat := Chat.of(self.target), heldout)
         trained = trained_on(found, inputs)
         if len(trained) == len(found):
             raise UserError(f"all {len(found)} held-out prompts were trained on, since responses=stored "
@@ -149,6 +166,15 @@ class Evaluate(Stage):
         room = Room("evaluate", "held-out prompt", *self._limit(), "evaluate.sampling.max_new_tokens",
                     self.sampling.max_new_tokens, self.too_long)
         chosen, dropped = choose(found, self.prompts, trained, room)
+        known = self.turns == "first" or "responses" in inputs
+        if self.turns == "all" and known:
+            later, long = later_turns(chosen, heldout, chat, inputs["responses"], room)
+            chosen, found, dropped = chosen + later, found + later, dropped + long
+        sure = {kind: names for kind, names in self.weights.items()
+                if known or kind not in ("context", "turn")}
+        mix.require_slices(sure, "evaluate.weights (train.acceptance.weights, unless set)",
+                           [each.slices for each in chosen], [each.slices for each in found],
+                           "evaluate.prompts")
         return chosen, dropped, trained
 
     def _limit(self) -> tuple[int, str]:
@@ -162,25 +188,33 @@ class Evaluate(Stage):
 
     def _in_process(self, drafter: Drafter, questions: list[Question], base: dict[str, Any],
                     selections: list[Selection | None]) -> tuple[list[dict[str, Any]], list[Gate]]:
-        slices = []
+        told = {"category", *slices.differing(each.slices for each in questions)}
+        made: list[dict[str, Any]] = []
         differing, check = 0, verify(self.runtime.verify)
         with self.engine.load(self.target.folder, self.target.end_ids) as engine:
             drafter.to(engine.device)
             plain = _plain(engine, questions, self.sampling)
             for selection, k in product(selections, self.k):
                 groups: dict[str, rows.Tally] = {}
+                parts: list[mix.Part] = []
                 label = f"evaluate {rows.label(selection)}, K={k}"
                 with Progress(label, total=len(questions), unit="prompts") as bar:
-                    for (_, category, prompt), expected in zip(questions, plain, strict=True):
-                        decoded = decode(engine, drafter, check, prompt, k, self.sampling.max_new_tokens,
-                                         self.target.end_ids, selection)
-                        for name in ("heldout", f"heldout/{category}"):
+                    for asked_of, expected in zip(questions, plain, strict=True):
+                        decoded = decode(engine, drafter, check, asked_of.ids, k,
+                                         self.sampling.max_new_tokens, self.target.end_ids, selection)
+                        parts.append((asked_of.slices, decoded.counts))
+                        names = [slices.label(kind, asked_of.slices[kind]) for kind in told]
+                        for name in ("heldout", *(f"heldout/{name}" for name in names)):
                             groups.setdefault(name, rows.Tally()).add(decoded, expected)
                         bar.advance(1, accepted=groups["heldout"].accepted_length)
                 differing = max(differing, groups["heldout"].differing)
-                wanted = sorted(groups) if k == self.k[0] and selection is None else ["heldout"]
-                slices += [rows.in_process(base, name, k, groups[name], selection) for name in wanted]
-        found = sorted(slices, key=lambda row: row["dataset"] != "heldout")
+                wanted = _datasets(questions, told) if k == self.k[0] and selection is None else []
+                new = [rows.in_process(base, name, k, groups[name], selection)
+                       for name in ("heldout", *wanted)]
+                if wanted and (mixed := mix.mixed(self.weights, parts)) is not None:
+                    new[0]["mix"] = round(mixed, 4)
+                made += new
+        found = sorted(made, key=lambda row: row["dataset"] != "heldout")
         return found, [
             Gate("in_process_lossless", differing, 0, "<=", "the text changes with the drafter in this "
                  "process: verification or the rewind of the target's cache is wrong")]
@@ -189,7 +223,7 @@ class Evaluate(Stage):
                 expected: dict[int, dict[str, Any]], out: Path) -> tuple[list[dict[str, Any]], list[Gate]]:
         """`expected` are the rows of this process by K."""
         found, differing = [], 0
-        prompts = [prompt for _, _, prompt in questions]
+        prompts = [each.ids for each in questions]
         for k, plain, drafted, interpreted in self._measured(folder, drafter, prompts, out):
             result = compare(plain, drafted)
             differing = max(differing, result.differing)
@@ -258,11 +292,16 @@ def agreement_gates(pairs: list[tuple[dict[str, Any], dict[str, Any]]], bound: f
              "keys of the draft)")]
 
 
+def _datasets(questions: list[Question], kinds: Collection[str]) -> list[str]:
+    """Those of the slices of these kinds, in the order in which they are told."""
+    return [f"heldout/{slices.label(kind, name)}" for kind in slices.KINDS if kind in kinds
+            for name in slices.ordered(kind, [each.slices[kind] for each in questions])]
+
+
 def _plain(engine: TargetEngine, questions: list[Question], sampling: Sampling) -> list[Completion]:
     """The target's own answers, in groups as the engine likes them."""
     answers: list[Completion] = []
     for start in range(0, len(questions), engine.group):
         group = questions[start:start + engine.group]
-        answers += engine.generate([prompt for _, _, prompt in group], [name for name, _, _ in group],
-                                   sampling)
+        answers += engine.generate([each.ids for each in group], [each.id for each in group], sampling)
     return answers

@@ -233,7 +233,7 @@ class Sweep(Stage):
         for server in servers:
             server.require_idle()
         sampling = Sampling(self.max_new_tokens, traffic.temperature, self.top_p, self.seed)
-        requests = _requests([ids for _, _, ids in found[traffic.dataset]], traffic.users)
+        requests = _requests([each.ids for each in found[traffic.dataset]], traffic.users)
         warmup = self.warmup * traffic.users if cold else 0
         measured = repeat(servers, requests, sampling, traffic.users, warmup, self.repeats)
         for server in servers:

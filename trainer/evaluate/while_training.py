@@ -33,8 +33,10 @@ import torch
 from torch import Tensor
 
 from trainer.architectures.base import Drafter
-from trainer.data.splits import spread
+from trainer.data import slices
+from trainer.data.splits import in_turn, spread
 from trainer.engines.base import TargetEngine
+from trainer.evaluate import mix
 from trainer.evaluate.decode import Counts, decode, replay
 from trainer.export.formats import FORMATS, FormatName, Serving
 from trainer.gates import Gate
@@ -64,7 +66,8 @@ class AcceptanceRuntime:
 class Acceptance(Measuring):
     """Before the first step, every `every` steps (null: never) and after the last, with `prompts` held-out
     prompts, answers of up to `max_new_tokens` and drafts of `k` (null: the longest), from a folder in
-    `dtype`. A relative gap above `tolerance` stops the run."""
+    `dtype`. A relative gap above `tolerance` stops the run. With `weights` prompts of the slices that count
+    are answered, in turn, and the best step is that of their mix."""
 
     every: Count | None
     prompts: Count
@@ -72,6 +75,7 @@ class Acceptance(Measuring):
     k: Count | None
     dtype: Dtype
     tolerance: Positive
+    weights: mix.Weights
     engine: TargetEngine
     runtime: AcceptanceRuntime
 
@@ -81,7 +85,10 @@ class Acceptance(Measuring):
         if self.engine.in_flight:
             found["engine"] = ("must compute in this process, as trainer.engines.transformers."
                                "TransformersEngine does, since servers cannot be read step by step")
-        return found
+        if self.weights and self.every is None:
+            found["weights"] = ("choose the best step by what is measured, and nothing is, as "
+                                "train.acceptance.every is null; give one of the two another value")
+        return found | mix.weights_problems(self.weights)
 
     def preflight(self) -> None:
         self.engine.preflight()
@@ -93,7 +100,17 @@ class Acceptance(Measuring):
     def usable(self, samples: Sequence[Sample]) -> list[Sample]:
         """`prompts` of those that have a prompt and room for an answer, spread over all."""
         fitting = [sample for sample in samples if 1 <= _prompt(sample) <= self.engine.max_length - 2]
-        return spread(fitting, self.prompts, lambda sample: sample.category)
+        if not self.weights:
+            return spread(fitting, self.prompts, lambda sample: sample.category)
+        counted = [sample for sample in fitting if mix.weight(self.weights, slices.of_sample(sample))]
+        return in_turn(counted or fitting, self.prompts,
+                       lambda sample: mix.cell(self.weights, slices.of_sample(sample)))
+
+    def require(self, heldout: Sequence[Sample]) -> None:
+        chosen, there = ([slices.of_sample(sample) for sample in some]
+                         for some in (self.usable(heldout), heldout))
+        mix.require_slices(self.weights, "train.acceptance.weights", chosen, there,
+                           "train.acceptance.prompts, or target.max_length")
 
     @torch.no_grad()
     def measure(self, drafter: Drafter, target: Target, heldout: Sequence[Sample],
@@ -115,9 +132,13 @@ class Acceptance(Measuring):
         errors = [_error(lambda part, own=counts: _length(_some(own, part)), len(counts))
                   for counts in (known, unknown)]
         ahead = None if None in errors else math.hypot(*errors) / _length(unknown)
+        parts = [(slices.of_sample(sample), walk.measured)
+                 for (sample, _), walk in zip(given, walks, strict=True)]
         return Measured(_length([walk.measured for walk in walks]),
                         _length([walk.estimate for walk in walks]), gap, error, _length(unknown),
-                        _length(known), _length(known) / _length(unknown) - 1, ahead, len(walks), gates)
+                        _length(known), _length(known) / _length(unknown) - 1, ahead, len(walks), gates,
+                        mix.lengths(parts, slices.differing(found for found, _ in parts)),
+                        mix.mixed(self.weights, parts))
 
     def _gate(self, drafter: Drafter, served: Drafter, walks: Sequence[_Walk], k: int, gap: float,
               bound: float) -> Gate:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from trainer.target import Target
 from trainer.training.build import MakeDrafter
 
 SHOWN = ("measured", "estimate_walk", "gap", "train_walk")  # beside the progress of a run
+SLICE = "measured/"  # of a part of the prompts, in the log
 OVERFIT = 0.1  # how much better known samples may do than held-out ones, beyond the standard error
 
 
@@ -28,7 +29,8 @@ class Measured:
     weights and stored states along the same answers; `gap` is measured / estimate_walk - 1. `heldout_walk`
     and `train_walk`: along stored answers, of samples held out and trained on; `overfit` is train_walk /
     heldout_walk - 1. Errors are standard errors over prompts, None for a single one, of which no gate can
-    judge the gap. """
+    judge the gap. `slices` are measured lengths of parts of the prompts by name, `mix` is that of the user's
+    own mix of them, None where none was given. """
 
     measured: float
     estimate_walk: float
@@ -40,6 +42,8 @@ class Measured:
     overfit_error: float | None
     prompts: int
     gates: list[Gate]
+    slices: dict[str, float] = field(default_factory=dict)
+    mix: float | None = None
 
     @property
     def overfits(self) -> bool:
@@ -47,7 +51,8 @@ class Measured:
 
     def figures(self) -> dict[str, Any]:
         """For a line of the log."""
-        named = {name: getattr(self, name) for name in (*SHOWN, "gap_error", "heldout_walk")}
+        named = {name: getattr(self, name) for name in (*SHOWN, "gap_error", "heldout_walk", "mix")}
+        named |= {SLICE + name: length for name, length in self.slices.items()}
         found = {name: round(value, 5) for name, value in named.items() if value is not None}
         return found | ({"overfits": True} if self.overfits else {})
 
@@ -57,6 +62,10 @@ class Measured:
         said = (f"measured {self.measured:.3f} on {self.prompts} held-out prompts, estimate_walk "
                 f"{self.estimate_walk:.3f}, gap {self.gap:+.1%}{error}; stored answers: train_walk "
                 f"{self.train_walk:.3f}, heldout_walk {self.heldout_walk:.3f}")
+        if self.slices:
+            said += "; by slice: " + ", ".join(f"{name} {length:.2f}" for name, length in self.slices.items())
+        if self.mix is not None:
+            said += f"; mix {self.mix:.3f}"
         if not all(gate.passed for gate in self.gates):
             return f"{said}: not served as trained"
         return f"{said}: overfitting" if self.overfits else said
@@ -79,6 +88,10 @@ class Measuring(ABC):
     def usable(self, samples: Sequence[Sample]) -> list[Sample]:
         """Those of `samples` that it would take."""
 
+    def require(self, heldout: Sequence[Sample]) -> None:
+        """Raises UserError where it asks for held-out samples that are not there. Cheap."""
+        return
+
     @abstractmethod
     def measure(self, drafter: Drafter, target: Target, heldout: Sequence[Sample],
                 training: Sequence[Sample], states: Callable[[Sample], HiddenStates],
@@ -89,8 +102,8 @@ class Measuring(ABC):
 
 @dataclass
 class Measurements:
-    """Those of one run; `best` is its best step so far, {"step": ..., "measured": ...}, None before the
-    first, `gates` those of the newest as JSON by name.
+    """Those of one run; `best` is its best step so far, {"step": ..., "measured": ...} and the "mix" by which
+    it was chosen, where there is one; None before the first. `gates` are those of the newest as JSON by name.
 
     What was there before the first step is measured as well and never the best: with as few prompts a
     difference to it is mostly chance, and whoever trains asked for trained weights. A run that does no better
@@ -124,9 +137,10 @@ class Measurements:
 
     def take(self, step: int) -> Measured:
         found = self._measure(f"step {step}")
-        measured = found.figures()["measured"]
-        if self.best is None or measured >= self.best["measured"]:
-            self.best = {"step": step, "measured": measured}
+        figures = found.figures()
+        if self.best is None or chosen_by(figures) >= chosen_by(self.best):
+            kept = {name: figures[name] for name in ("measured", "mix") if name in figures}
+            self.best = {"step": step, **kept}
         return found
 
     def _measure(self, moment: str) -> Measured:
@@ -135,3 +149,8 @@ class Measurements:
                                        self.folder)
         print(f"train: {moment}, {found.line()} (in {time.perf_counter() - began:.1f} s)", flush=True)
         return found
+
+
+def chosen_by(figures: Mapping[str, Any]) -> float:
+    """The accepted length that makes a step the best one: of the user's own mix, or of all prompts."""
+    return figures.get("mix", figures["measured"])

@@ -82,6 +82,7 @@ class Train(Stage):
 
     after: ClassVar[tuple[str, ...]] = ("responses", "hidden_states")
     version: ClassVar[int] = 3
+    neutral: ClassVar[Mapping[str, Any]] = {"acceptance.weights": {}}
     sized: ClassVar[tuple[str, ...]] = ("checkpoints/*",)
 
     def check(self, stages: Mapping[str, Any]) -> dict[str, str]:
@@ -131,6 +132,7 @@ class Train(Stage):
         answered = read_samples(responses, "train")
         samples = _trainable(answered)
         heldout = _trainable(read_samples(responses, "heldout"), required=False)
+        self.acceptance.require(heldout)
         require_fit(samples + heldout, self.tokens)
         require_unused_mask(self.target, samples)
         return samples, heldout, len(answered) - len(samples)
@@ -265,11 +267,13 @@ def _take_best(drafter: Drafter, accepted: Measurements, steps: int, root: Path,
     if best is None:
         return {}
     if best["step"] != steps:
-        print(f"train: step {best['step']} is taken, not the last, as it was measured best (accepted length "
-              f"{best['measured']:.3f})", flush=True)
+        by = f" of the mix {best['mix']:.3f}, of all prompts" if "mix" in best else ""
+        print(f"train: step {best['step']} is taken, not the last, as it was measured best (accepted length"
+              f"{by} {best['measured']:.3f})", flush=True)
         checkpoint.load_best(root, best["step"], drafter)
     before = {} if first["step"] else {"before_training": first["measured"]}  # an older run has none
-    return {**before, "best_step": best["step"], "accepted_length": best["measured"]}
+    mixed = {"mix": best["mix"], "mix_before": first["mix"]} if "mix" in best else {}
+    return {**before, "best_step": best["step"], "accepted_length": best["measured"], **mixed}
 
 
 def _trainable(samples: list[Sample], required: bool = True) -> list[Sample]:

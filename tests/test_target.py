@@ -198,6 +198,22 @@ def test_a_target_that_cannot_be_fetched_is_named(monkeypatch: pytest.MonkeyPatc
         Hub("org/none", "main").folder()
 
 
+def test_what_a_branch_leads_to_is_told_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                            capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that is repeated later can name it."""
+    commit, home = "0123456789abcdef" * 2 + "01234567", tmp_path / "models--org--branched"
+    (home / "snapshots" / commit).mkdir(parents=True)
+    (home / "refs").mkdir()
+    (home / "refs/main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    source = Hub("org/branched", "main")
+    assert source.folder() == source.folder() == home / "snapshots" / commit and source.commit == commit
+    assert Hub("org/branched", commit).folder() == source.folder()
+    assert capsys.readouterr().out == (f"target: org/branched@main is commit {commit}; "
+                                       f"target.source.revision={commit} keeps it\n")
+
+
 def test_a_missing_gguf_package_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"package no_such_package is not installed; run `make setup`"):
         PackagedGguf("no_such_package", Kept(str(tmp_path))).folder()

@@ -12,7 +12,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,8 @@ class Folder(TargetSource):
 
 @dataclass(frozen=True)
 class Hub(TargetSource):
-    """A Hub repository at a revision. Where that is a branch, what it led to is told in `commit`, so that a
-    run can be repeated."""
+    """A Hub repository at a revision. Where that is a branch, what it led to is printed, and told in
+    `commit`, so that a run can be repeated."""
 
     repo: str
     revision: str
@@ -78,12 +78,22 @@ class Hub(TargetSource):
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
         try:
-            return Path(snapshot_download(self.repo, revision=self.revision, allow_patterns=[
+            found = Path(snapshot_download(self.repo, revision=self.revision, allow_patterns=[
                 "*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
             raise UserError(f"target {self.repo}@{self.revision} could not be fetched from the Hub "
                             f"({type(error).__name__}); check the name, the network and HF_TOKEN, or point "
                             f"target.source at a local folder") from error
+        if found.name != self.revision:
+            _told(self.repo, self.revision, found.name)
+        return found
+
+
+@cache
+def _told(repo: str, revision: str, commit: str) -> None:
+    """Once a process, since every room asks for the folder."""
+    print(f"target: {repo}@{revision} is commit {commit}; target.source.revision={commit} keeps it",
+          flush=True)
 
 
 @dataclass(frozen=True)

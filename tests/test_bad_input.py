@@ -194,8 +194,8 @@ CHECKED = {  # what is set, and a part of what is told
     "a convolution longer than a block": ("drafter=dflash2 export.default_k=3 drafter.conv_kernel_size=9",
                                           "conv_kernel_size (command line): must be at most block_size=4"),
     "a start for a drafter that knows none": (
-        "drafter=eagle3 drafter.start_from=x", "error: drafter.start_from (command line): unknown key; it "
-        "belongs to drafter=dflash, dflash2, dspark, gemma4_assistant, and not to drafter=eagle3\n"),
+        "drafter=mtp drafter.start_from=x", "error: drafter.start_from (command line): unknown key; it "
+        "belongs to drafter=dflash, dflash2, dspark, eagle3, gemma4_assistant, and not to drafter=mtp\n"),
     "more candidates than tokens": ("drafter=dflash2 export.default_k=3 drafter.selector_top_k=999",
                                     "must be at most"),
     "keys and values from a folder": (f"{GEMMA4} target=tiny_gemma4", "must be in_process, since the drafter "

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trainer.architectures.geometry import geometry
+from trainer.architectures.geometry import geometry, lengthened
 from trainer.architectures.layers import Rotary
 
 CONFIG: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 1,
@@ -61,3 +61,35 @@ def test_positions_that_cannot_be_are_said(changes: dict[str, Any], said: str) -
     with pytest.raises(ValueError, match=said):
         shape = geometry({**CONFIG, "rope_theta": 1e4, **changes}, 1, None)
         Rotary(shape["head_dim"], shape["rope_parameters"], shape["max_position_embeddings"])
+
+
+def test_a_longer_context_scales_from_the_length_there_is() -> None:
+    plain = geometry({**CONFIG, "rope_theta": 1e4}, 1, None)
+    found = lengthened(plain, 2048)
+    assert found["max_position_embeddings"] == 2048 and plain["max_position_embeddings"] == 512
+    assert found["rope_parameters"] == {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
+                                        "original_max_position_embeddings": 512}
+    assert {key: value for key, value in found.items() if plain[key] != value}.keys() == {
+        "max_position_embeddings", "rope_parameters"}
+    before, after = (Rotary(32, shape["rope_parameters"], shape["max_position_embeddings"]).inverse
+                     for shape in (plain, found))
+    assert before[0] == after[0] and float(before[-1] / after[-1]) == pytest.approx(4.0), \
+        "fast turns are kept, slow ones are stretched"
+
+
+def test_a_scaled_draft_is_scaled_further_from_where_it_began() -> None:
+    rope = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    found = lengthened(geometry({**CONFIG, "rope_parameters": rope}, 1, None), 1024)
+    assert found["rope_parameters"] == {**rope, "factor": 8.0}
+    del rope["original_max_position_embeddings"]
+    found = lengthened(geometry({**CONFIG, "rope_parameters": rope}, 1, None), 1024)
+    assert found["rope_parameters"] == {**rope, "factor": 8.0, "original_max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize(("rope", "context", "said"), [
+    ({}, 512, "export.max_context=512 must be more than the 512 positions"),
+    ({"rope_type": "linear", "factor": 2.0}, 1024, "positions of the kind linear, which are scaled already")])
+def test_what_cannot_be_scaled_is_said(rope: dict[str, Any], context: int, said: str) -> None:
+    shape = geometry({**CONFIG, "rope_parameters": {"rope_theta": 1e4, **rope}}, 1, None)
+    with pytest.raises(ValueError, match=said):
+        lengthened(shape, context)

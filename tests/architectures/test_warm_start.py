@@ -121,6 +121,8 @@ def test_another_geometry_is_said(tiny_target: Target, folder: str, settings: di
     ("layer_types", ["sliding_attention"] * 2, "its layer_types is"),
     ("attention_bias", True, "its attention_bias is True, and here it is False"),
     ("vocab_size", "320", "its vocab_size is '320', and here it is 320"),
+    ("is_neox_style", False, "its is_neox_style is False, a feature that no drafter here has; begin without"),
+    ("is_causal", True, "its is_causal is True, a feature that no drafter here has"),
     ("rope_parameters", {}, r".*is not that of a block drafter \(its config.json has no rope_theta"),
     ("rms_norm_eps", 10 ** 400, r"its config.json is not that of a block drafter \(int too large"),
     ("num_hidden_layers", None, "its config.json is not that of a block drafter")])
@@ -142,6 +144,9 @@ def test_a_drafter_written_elsewhere_may_have_more(tiny_target: Target, given: A
     more = {"embed_tokens.weight": torch.zeros(320, 64), "t2d": torch.zeros(320, dtype=torch.bool)}
     save_file(tensors | more, tmp_path / "model.safetensors")
     assert torch.equal(begun(tiny_target, "dflash", folder).fc.weight, given.fc.weight)
+    save_file(tensors | {"gru.weight": torch.zeros(4)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"it has tensors of no method here \(gru.weight\)"):
+        begun(tiny_target, "dflash", folder)
     del tensors["layers.1.self_attn.q_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
     for name in ("dflash", "dflash2", "dspark"):  # before a run as well
@@ -256,3 +261,43 @@ def test_a_folder_that_is_spoilt_is_said_before_a_run(tiny_target: Target, folde
 def test_what_was_trained_needs_the_folder_no_more(tiny_target: Target) -> None:
     """Export builds the drafter for the trained weights, which replace all that it began with."""
     assert build_drafter(make_small("dspark", start_from="/no/folder"), tiny_target, COUNTS).max_k == 5
+
+
+CHAIN: dict[str, Any] = {"layers": 1, "tap_layers": [1, 2, 3]}
+
+
+@pytest.mark.parametrize("form", ["speculators", "native", "sglang"])
+def test_eagle3_begins_as_the_one_in_the_folder(tiny_target: Target, tmp_path: Path, form: str) -> None:
+    first = uneven(small(tiny_target, "eagle3", COUNTS, **CHAIN)).eval()
+    serving = Serving("t", ["LlamaForCausalLM"], 2, tiny_target.folder, 3)
+    FORMATS[form].write(tmp_path, first.export(), serving, torch.float32)
+    again = begun(tiny_target, "eagle3", str(tmp_path), seed=9, **CHAIN)
+    for (name, one), (_, two) in zip(again.named_parameters(), first.named_parameters(), strict=True):
+        assert torch.equal(one, two), name
+    require_start(make_small("eagle3", start_from=str(tmp_path), **CHAIN), tiny_target)
+
+
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"layers": 2}, "its num_hidden_layers is 1, and here it is 2; set drafter.layers to it"),
+    ({"tap_layers": [1, 2]}, r"its tap_layers is \[1, 2, 3\], and here it is \[1, 2\]"),
+    ({"style": "qwen3"}, "its model_type is 'llama', and here it is 'qwen3'; set drafter.style to it"),
+    ({"norm_output": True}, "its norm_output is False, and here it is True; set drafter.norm_output to it")])
+def test_another_eagle3_is_said(tiny_target: Target, tmp_path: Path, settings: dict[str, Any],
+                                said: str) -> None:
+    folder = exported(small(tiny_target, "eagle3", **CHAIN), tmp_path)
+    make = make_small("eagle3", start_from=folder, **{**CHAIN, **settings})
+    with pytest.raises(UserError, match=f"drafter.start_from={folder} cannot be begun with: {said}"):
+        require_start(make, tiny_target)
+
+
+def test_what_is_no_whole_eagle3_is_said(tiny_target: Target, folder: str, tmp_path: Path) -> None:
+    make = make_small("eagle3", start_from=folder, layers=2, tap_layers=[1, 2], style="qwen3")
+    with pytest.raises(UserError, match="of its tensors differ from those here .hidden_norm.weight: expected "
+                                        "none, found"):
+        require_start(make, tiny_target)
+    place = exported(small(tiny_target, "eagle3", **CHAIN), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["fc.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"1 of its tensors differ from those here \(fc.weight: expected "):
+        require_start(make_small("eagle3", start_from=place, **CHAIN), tiny_target)

@@ -17,6 +17,7 @@ from trainer.architectures.base import Exported
 from trainer.cpu_build import CpuServer
 from trainer.errors import GateFailed, UserError
 from trainer.export import formats
+from trainer.export.described import Described
 from trainer.export.hub import HubRepository, HubRuntime
 from trainer.export.stage import Export
 from trainer.target import Target
@@ -43,7 +44,7 @@ def inputs(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> dic
 def stage(target: Target, **changes: Any) -> Export:
     return Export(**{"target": target, "drafter": make_dflash(**SETTINGS), "source": OFFLINE,
                      "formats": ["speculators", "native"], "dtype": "bfloat16", "default_k": 3,
-                     "target_name": None, "cpu_server": CPU,
+                     "target_name": None, "cpu_server": CPU, "max_context": None,
                      "trained_modes": ["chat"], "probe_rows": 2, "calibration_drafts": 20,
                      "recipe": "some_recipe", "command": '["train.epochs=2", "run=[export]"]',
                      "hub": HubRepository(None, True, "main", "unknown", HubRuntime(1, 0.0)), **changes})
@@ -183,6 +184,56 @@ def test_a_draft_longer_than_the_block_is_refused_with_the_number(tiny_target: T
         {}, {}, {"export.default_k": f"{said} 8"}]
 
 
+def test_formats_of_other_engines_depend_on_the_settings(tiny_target: Target) -> None:
+    """A drafter of the whole vocabulary is held; one of a part of it is refused before it is trained."""
+    every = ["speculators", "native", "zlab", "sglang"]
+    whole = make_dflash(**SETTINGS, draft_vocab_size=None)
+    assert stage(tiny_target, drafter=whole, formats=every).check({}) == {}
+    assert stage(tiny_target, formats=every).check({}) == {
+        "export.formats": "has zlab, and it has no head of its own, so drafter.draft_vocab_size must be null"}
+    assert stage(tiny_target, formats=["deepspec"]).check({})["export.formats"].startswith(
+        "must be among speculators, native, zlab, sglang, the formats of this drafter, but has deepspec")
+
+
+def test_folders_of_other_engines_pass_the_same_gates(tiny_target: Target, inputs: dict[str, Path],
+                                                      tmp_path: Path,
+                                                      capsys: pytest.CaptureFixture[str]) -> None:
+    train, counts = tmp_path / "train", torch.arange(320).flip(0)
+    train.mkdir()
+    save_counts(train, counts)
+    settings = {**SETTINGS, "draft_vocab_size": None}
+    save_file(checkpoint.trained(uneven(dflash(tiny_target, counts, **settings))),
+              train / "weights.safetensors")
+    made = stage(tiny_target, drafter=make_dflash(**settings), formats=["sglang", "zlab"])
+    made.preflight()
+    record = made.run({**inputs, "train": train}, tmp_path / "out")
+    assert {f"readback_{form}" for form in ("sglang", "zlab")} < record["gates"].keys()
+    table = capsys.readouterr().out.partition("export: target and draft\n")[2].splitlines()
+    assert table[0].split() == ["target", "draft"] and table[1].split() == ["layers", "3", "1"]
+    assert any(line.split() == ["after", "layers", "-", "1,", "2"] for line in table)
+    assert "sglang.launch_server" in (tmp_path / "out/sglang/README.md").read_text()
+
+
+def test_a_longer_context_is_written_and_goes_through_the_gates(tiny_target: Target, inputs: dict[str, Path],
+                                                                tmp_path: Path) -> None:
+    made = stage(tiny_target, max_context=8192)
+    made.preflight()
+    made.run(inputs, tmp_path)
+    for form in ("speculators", "native"):
+        config = json.loads((tmp_path / form / "config.json").read_text())
+        shape = config.get("transformer_layer_config", config)
+        assert shape["max_position_embeddings"] == 8192 and shape["rope_parameters"] == {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+            "original_max_position_embeddings": 2048}
+        assert "| longest context | 8192 tokens, by scaled positions |" in (
+            tmp_path / form / "README.md").read_text()
+        assert json.loads((tmp_path / form / "speculator.json").read_text())["max_context"] == 8192
+    with pytest.raises(UserError, match="export.max_context=2048 must be more than the 2048 positions"):
+        stage(tiny_target, max_context=2048).preflight()
+    assert stage(tiny_target, drafter=make_small("mtp"), formats=["changes"], max_context=8192,
+                 default_k=2).check({})["export.max_context"].startswith("must be null for this drafter")
+
+
 @pytest.mark.parametrize("k", [7, 1])
 def test_the_longest_and_the_shortest_draft_are_fine(tiny_target: Target, inputs: dict[str, Path],
                                                      tmp_path: Path,
@@ -195,9 +246,9 @@ def test_the_longest_and_the_shortest_draft_are_fine(tiny_target: Target, inputs
 class WithoutRope(formats.Native):
     """Loses the target's rope, as an exporter that relies on a default would."""
 
-    def config(self, exported: Exported, serving: formats.Serving) -> dict[str, Any]:
+    def compose(self, found: Described, serving: formats.Serving) -> dict[str, Any]:
         rope = {"rope_type": "default", "rope_theta": 1e6}
-        return super().config(exported, serving) | {"rope_parameters": rope}
+        return super().compose(found, serving) | {"rope_parameters": rope}
 
 
 class Shuffled(formats.Native):

@@ -173,9 +173,8 @@ def test_the_changes_alone_are_small_and_complete(target: Target, tmp_path: Path
 
 def test_formats_that_a_drafter_has_not_got_are_told(target: Target) -> None:
     settings = {"target": target, "source": None, "dtype": "float32", "default_k": 2, "target_name": None,
-                "trained_modes": [], "cpu_server": None, "probe_rows": 1, "calibration_drafts": 2,
-                "recipe": None,
-                "command": None, "hub": None}
+                "max_context": None, "trained_modes": [], "cpu_server": None, "probe_rows": 1,
+                "calibration_drafts": 2, "recipe": None, "command": None, "hub": None}
     wrong = Export(drafter=make_small("mtp"), formats=["speculators", "stitched"], **settings)
     assert wrong.check({}) == {"export.formats": "must be among stitched, changes, the formats of this "
                                                  "drafter, but has speculators"}

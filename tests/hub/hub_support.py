@@ -78,7 +78,7 @@ def export_for(target: Target, folder: Path) -> Path:
     out.mkdir()
     Export(target=target, drafter=make_dflash(**SETTINGS), source=OFFLINE,
            formats=["speculators", "native"], dtype="bfloat16", default_k=3, target_name="org/target",
-           cpu_server=CpuServer("float32", 512, 2), trained_modes=["chat"], probe_rows=1,
+           cpu_server=CpuServer("float32", 512, 2), max_context=None, trained_modes=["chat"], probe_rows=1,
            calibration_drafts=20, recipe="some_recipe", command='["train.epochs=2"]',
            hub=place()).run(inputs, out)
     return out

@@ -302,7 +302,8 @@ def test_each_platform_has_its_line_where_they_differ(hub: Hub, tiny_target: Tar
 
 def test_settings_that_do_not_go_together_are_told(tiny_target: Target, exported: Path) -> None:
     export = Export(target=tiny_target, drafter=None, source=None, formats=["native"], dtype="float32",
-                    default_k=3, target_name=None, cpu_server=None, trained_modes=[], probe_rows=1,
+                    default_k=3, target_name=None, cpu_server=None, max_context=None, trained_modes=[],
+                    probe_rows=1,
                     calibration_drafts=2, recipe=None, command=None, hub=place(repo=None))
     found = stage(tiny_target, repo=None, format="speculators",
                   serving=ServingFacts("other", None, {}, {}, {}, {}, {})).check({"export": export})

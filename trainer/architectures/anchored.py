@@ -7,6 +7,7 @@ is the token k places on. Shapes follow from the settings alone, so that a step 
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,8 +18,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from trainer.architectures import geometry
 from trainer.architectures.base import DraftContext, Drafter, Exported
-from trainer.architectures.layers import RMSNorm
+from trainer.architectures.layers import RMSNorm, Rotary
 from trainer.architectures.losses import CrossEntropy, Objective
 from trainer.architectures.vocabulary import Coverage, DraftVocabulary, counts_from, size_problem
 from trainer.kernels.select import training_problem
@@ -47,6 +49,8 @@ class Anchored(Drafter):
 
     extra_terms: tuple[str, ...] = ()  # names of the columns that `row_losses` adds
     first_anchor: int = 0  # first position of a document that can be an anchor
+    geometry: dict[str, Any]  # of a drafter that `scales`
+    rotary: Rotary
     length_setting: str = "steps"  # the setting that `longest_draft` follows
 
     def __init__(self, context: DraftContext, tap_layers: Sequence[int], draft_vocab_size: int | None,
@@ -196,13 +200,20 @@ class Anchored(Drafter):
         copied.vocabulary.round_to(dtype)
         return copied
 
+    def lengthened(self, context: int) -> Self:
+        assert self.scales, "its positions are the target's"
+        copied = copy.deepcopy(self)
+        shape = copied.geometry = geometry.lengthened(self.geometry, context)
+        copied.rotary = Rotary(shape["head_dim"], shape["rope_parameters"], shape["max_position_embeddings"])
+        return copied
+
     @classmethod
     def filled(cls, exported: Exported, head: TargetHead, mask_token_id: int, **settings: Any) -> Self:
         """A drafter for use (not training) with the tensors of a folder, strictly; `settings` are its
         method's."""
         weights, shape = dict(exported.weights), exported.geometry
         counts = counts_from(weights, head.vocab_size, settings.get("draft_vocab_size") or head.vocab_size)
-        own_head = weights.pop("lm_head.weight", None)
+        own_head, embedding = (weights.pop(f"{name}.weight", None) for name in ("lm_head", "embed_tokens"))
         drafter = cls(DraftContext(shape, head, mask_token_id, counts, (), {}),
                       layers=shape["num_hidden_layers"], intermediate_size=shape["intermediate_size"],
                       objective=Objective([CrossEntropy()]), anchors=0, loss_chunk=1, attention="reference",
@@ -210,4 +221,6 @@ class Anchored(Drafter):
         drafter.load_state_dict(weights, strict=True)
         if own_head is not None:
             drafter.vocabulary.head = own_head
+        if embedding is not None:
+            drafter.vocabulary.embedding = embedding
         return drafter.eval().requires_grad_(False)

@@ -57,6 +57,8 @@ class Drafter(nn.Module, ABC):
     max_k: int                   # longest draft that it was trained for
     method: str                  # the server's name of the method
     formats: tuple[str, ...] = ("speculators", "native")  # of the folders that it can be exported to
+    other_formats: tuple[str, ...] = ()  # of those that hold it with some settings alone
+    scales: bool = False         # whether it has rotary positions of its own, for `lengthened`
     estimates: bool = False      # whether `confidence` has something to say
     needs_v2: bool = False       # whether vLLM has the method in its Model Runner V2 alone
 
@@ -116,6 +118,11 @@ class Drafter(nn.Module, ABC):
             if parameter.is_floating_point():
                 parameter.copy_(parameter.to(dtype))
         return copied
+
+    def lengthened(self, context: int) -> Self:
+        """A copy whose rotary positions are scaled for texts of `context` tokens, of a drafter that `scales`;
+        ValueError where there is nothing to scale."""
+        raise NotImplementedError
 
     @classmethod
     @abstractmethod

@@ -44,6 +44,8 @@ class BlockDrafter(Anchored):
     that training begins with; `loss_chunk` bounds the rows of logits held at once. Slot k of a block stands
     at position p + k; those from `first_slot` on predict."""
 
+    other_formats = ("zlab", "sglang")
+    scales = True
     first_slot: int = 1
     length_setting = "block_size"
 

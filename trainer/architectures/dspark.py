@@ -58,6 +58,7 @@ class DSpark(BlockDrafter):
     (binary cross-entropy against the overlap, which gets no gradient)."""
 
     method = "dspark"
+    other_formats = ("deepspec", "sglang")
     estimates = True
     needs_v2 = True
     extra_terms = ("confidence",)

@@ -19,16 +19,18 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
+from trainer.architectures import warm_start
 from trainer.architectures.anchored import Anchored
 from trainer.architectures.base import DraftContext, Exported
 from trainer.architectures.geometry import geometry
 from trainer.architectures.layers import GatedMLP, RMSNorm, Rotary, rotate
 from trainer.architectures.losses import Objective
 from trainer.kernels.select import BlockAttention, block_attention
-from trainer.ranges import Count, Layers, Seed
+from trainer.ranges import Count, Layers, Seed, Text
 from trainer.records import Batch
 from trainer.target_head import TargetHead
 
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 Turns = tuple[Tensor, Tensor]  # cos and sin
 
 
@@ -46,22 +48,23 @@ class Eagle3(Anchored):
     """`steps` drafted tokens are trained. `style` is the layer's layout: `qwen3` norms queries and keys by
     head. EAGLE-3.1: `fc_norm` norms each tapped layer, `norm_output` feeds back the normed output;
     `norm_before_fc` norms all of them together, `norm_before_residual` takes the residual behind the norm.
-    With `train_head` its head begins as the target's rows and is trained, as in EAGLE's own code (a server
-    reads it either way), instead of being kept."""
+    `start_from` is the folder of an exported one that training begins with. With `train_head` its head begins
+    as the target's rows and is trained, as in EAGLE's own code (a server reads it either way)."""
 
     method = "eagle3"
+    other_formats = ("deepspec", "sglang")
+    scales = True
     first_anchor = 1  # its pair has the feature of the token before
 
     def __init__(self, context: DraftContext, layers: Count, steps: Count, anchors: Count | None,
                  tap_layers: Layers, draft_vocab_size: Count | None, intermediate_size: Count | None,
                  style: Literal["llama", "qwen3"], norm_before_residual: bool, norm_before_fc: bool,
-                 fc_norm: bool, norm_output: bool, objective: Objective, loss_chunk: Count,
-                 attention: BlockAttention, seed: Seed, train_head: bool) -> None:
+                 fc_norm: bool, norm_output: bool, objective: Objective, start_from: Text | None,
+                 loss_chunk: Count, attention: BlockAttention, seed: Seed, train_head: bool) -> None:
         super().__init__(context, tap_layers, draft_vocab_size, objective, anchors, loss_chunk, train_head)
         self.max_k = self.steps = steps
-        self.flags = {"norm_before_residual": norm_before_residual, "norm_before_fc": norm_before_fc,
-                      "fc_norm": fc_norm, "norm_output": norm_output}
-        self.style = style
+        flags, self.style = (norm_before_residual, norm_before_fc, fc_norm, norm_output), style
+        self.flags = dict(zip(FLAGS, flags, strict=True))
         self.geometry = geometry(context.config, layers, intermediate_size, model_type=style)
         shape, target_size = self.geometry, context.head.hidden_size
         hidden, eps, count = shape["hidden_size"], shape["rms_norm_eps"], len(self.tap_layers)
@@ -98,6 +101,20 @@ class Eagle3(Anchored):
         shape = geometry(config, settings["layers"], settings["intermediate_size"])
         Rotary(shape["head_dim"], shape["rope_parameters"], shape["max_position_embeddings"])
         return super().fits(config, special_ids, device, **settings)
+
+    @classmethod
+    def initial_folder(cls, **settings: Any) -> str | None:
+        return settings["start_from"]
+
+    @classmethod
+    def start_problem(cls, given: dict[str, Any], config: dict[str, Any], mask_token_id: int,
+                      **settings: Any) -> str | None:
+        own = geometry(config, settings["layers"], settings["intermediate_size"], settings["style"])
+        flags = {name: settings[name] for name in FLAGS}
+        return warm_start.chain_difference(given, own, sorted(settings["tap_layers"]), flags)
+
+    def begin_with(self, tensors: dict[str, Tensor]) -> None:
+        warm_start.copy_chain(self, tensors)
 
     def features(self, taps: Tensor) -> Tensor:
         """g [T, H] of taps [T, layers * hidden] in any dtype."""
@@ -210,9 +227,8 @@ class Eagle3(Anchored):
     @classmethod
     def restore(cls, exported: Exported, flavour: str, head: TargetHead) -> Self:
         config = exported.flavours[flavour]
-        flags = {name: config[name] for name in ("norm_before_residual", "norm_before_fc", "fc_norm",
-                                                 "norm_output")}
-        return cls.filled(exported, head, mask_token_id=0, steps=1, train_head=False,
+        flags = {name: config[name] for name in FLAGS}
+        return cls.filled(exported, head, mask_token_id=0, steps=1, train_head=False, start_from=None,
                           style=exported.geometry["model_type"],
                           tap_layers=config["eagle_aux_hidden_state_layer_ids"],
                           draft_vocab_size=config["draft_vocab_size"], **flags)

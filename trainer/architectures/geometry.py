@@ -49,6 +49,25 @@ def geometry(config: dict[str, Any], layers: int, intermediate_size: int | None,
             "tie_word_embeddings": False, "initializer_range": 0.02}
 
 
+def lengthened(shape: dict[str, Any], context: int) -> dict[str, Any]:
+    """The geometry of a draft for texts of `context` tokens: YaRN from the length that it has to that one
+    (arXiv 2309.00071), both of which are written."""
+    rope, length = shape["rope_parameters"], shape["max_position_embeddings"]
+    kind = rope["rope_type"]
+    if kind not in ("default", "yarn"):
+        raise ValueError(f"export.max_context cannot scale rotary positions of the kind {kind}, which are "
+                         "scaled already; set it to null")
+    first = rope.get("original_max_position_embeddings")
+    if first is None:
+        first = length if kind == "default" else round(length / rope["factor"])
+    if context <= length:
+        raise ValueError(f"export.max_context={context} must be more than the {length} positions that the "
+                         "draft has as it is; set it to null")
+    scaled = {**rope, "rope_type": "yarn", "factor": context / first,
+              "original_max_position_embeddings": first}
+    return {**shape, "rope_parameters": scaled, "max_position_embeddings": context}
+
+
 def require_plain_logits(config: dict[str, Any], addend: str) -> None:
     """Raises ValueError when the target of this (text) config scales or caps its logits: what a method adds
     to the head's, a server would add before it, training behind, and another draft would be served."""

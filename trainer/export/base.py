@@ -26,12 +26,13 @@ CPU_VLLM = "vllm (CPU build)"
 @dataclass(frozen=True)
 class Serving:
     """What a folder says about its use: the target to serve it with and the default draft length; `folder` is
-    where the target lies on this machine, for formats that take files of it."""
+    where the target lies on this machine, for formats that take files of it, and `layers` how many it has."""
 
     target: str
     target_architectures: list[str]
     default_k: int
     folder: Path | None = None
+    layers: int | None = None
 
 
 class Format(ABC):
@@ -44,6 +45,10 @@ class Format(ABC):
     @abstractmethod
     def parse(self, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Geometry and method keys of a config of this format."""
+
+    def problem(self, method: str, settings: Mapping[str, Any]) -> str | None:
+        """Why no folder of this format can hold a drafter with these settings (those of its YAML)."""
+        return None
 
     def served(self, folder: Place, target: Place) -> tuple[Place, Place | None]:
         """What a server loads as its model, and as its drafter (None: the model has it inside)."""

@@ -65,6 +65,8 @@ class Card:
         more = {"trained modes": ", ".join(facts["trained_modes"]),
                 "trained context": f"{facts['trained_context']} tokens, the longest sample"
                 if "trained_context" in facts else None,
+                "longest context": f"{facts['max_context']} tokens, by scaled positions"
+                if "max_context" in facts else None,
                 "recipe": _code(self.provenance.get("recipe")), "training data": ", ".join(data) or None}
         lines = [f"| {name} | {value} |" for name, value in rows.items() if value is not None]
         lines += [default_line(facts), *(f"| {name} | {value} |" for name, value in more.items() if value)]

@@ -49,3 +49,15 @@ def serve_line(model: Place, draft: Mapping[str, Any] | None = None, flags: Mapp
     if draft is not None:
         words += ["--speculative-config", shlex.quote(json.dumps(draft))]
     return " ".join(words)
+
+
+def sglang_line(model: Place, method: str, drafter: Place, k: int) -> str:
+    """One line for a shell that has SGLang serve the target with a drafter; blocks say their length
+    themselves."""
+    words = ["python", "-m", "sglang.launch_server", "--model-path", shlex.quote(str(model)),
+             "--speculative-algorithm", method.upper(), "--speculative-draft-model-path",
+             shlex.quote(str(drafter))]
+    if method == "eagle3":
+        words += ["--speculative-num-steps", str(k), "--speculative-eagle-topk", "1",
+                  "--speculative-num-draft-tokens", str(k + 1)]
+    return " ".join(words)

@@ -18,12 +18,16 @@ import torch
 
 from trainer import cpu_build
 from trainer.architectures.base import Drafter
+from trainer.architectures.geometry import geometry, lengthened
 from trainer.data.responses import read_samples
+from trainer.errors import UserError
 from trainer.export.base import CPU_VLLM, FUSED_VLLM
+from trainer.export.beside import beside
 from trainer.export.calibration import calibrate
 from trainer.export.card import HUB_NAME, Card
 from trainer.export.formats import FORMATS, FormatName, Serving
 from trainer.export.hub import HubRepository
+from trainer.export.layout import known, own
 from trainer.export.provenance import provenance, write_provenance
 from trainer.export.serve_line import cpu_server, draft_lengths
 from trainer.gates import Gate, require
@@ -32,7 +36,7 @@ from trainer.pipeline import Stage
 from trainer.ranges import AtLeast, Count, Distinct, Dtype, Filled
 from trainer.target import Target
 from trainer.target_head import load_target_head
-from trainer.training.build import MakeDrafter, draft_problem, load_trained, require_drafts
+from trainer.training.build import MakeDrafter, draft_problem, load_trained, require_drafts, without_values
 
 OWN = ("dtype", "target_name", "probe_rows", "calibration_drafts")  # what speculator.json does not say
 Probe = tuple[tuple[int, ...], torch.Tensor]  # a sample's tokens and taps
@@ -42,10 +46,11 @@ ROUNDING = 32.0  # steps of the dtype, relative to the logits; trained drafters 
 @dataclass(frozen=True)
 class Export(Stage):
     """`default_k` is what a server drafts unless told otherwise; `target_name` is written as the target to
-    serve with (null: as its source names it). A drafter that estimates its own acceptance is calibrated on
-    `calibration_drafts` held-out drafts. `cpu_server` is what the line for a build of vLLM for CPUs says.
-    `recipe` and `command` are told in provenance.json; where `hub` has a repository, the stage upload ends
-    every run that exports."""
+    serve with (null: as its source names it); `max_context` scales the draft's rotary positions for texts
+    longer than its positions (null: they are the target's). A drafter that estimates its own acceptance is
+    calibrated on `calibration_drafts` held-out drafts. `cpu_server` is what the line for a build of vLLM for
+    CPUs says. `recipe` and `command` are told in provenance.json; where `hub` has a repository, the stage
+    upload ends every run that exports."""
 
     target: Target
     drafter: MakeDrafter
@@ -55,6 +60,7 @@ class Export(Stage):
     default_k: Count
     target_name: str | None
     cpu_server: cpu_build.CpuServer
+    max_context: Count | None
     trained_modes: list[str]
     probe_rows: Count
     calibration_drafts: Annotated[int, AtLeast(2)]
@@ -71,11 +77,18 @@ class Export(Stage):
         return ("upload",) if self.hub.repo else ()
 
     def check(self, stages: Mapping[str, Any]) -> dict[str, str]:
-        problem, known = draft_problem(self.drafter, self.default_k), self.drafter.func.formats
+        kind, settings = self.drafter.func, self.drafter.keywords
+        problem, possible = draft_problem(self.drafter, self.default_k), (*kind.formats, *kind.other_formats)
         found = {} if problem is None else {"export.default_k": problem}
-        if unknown := [form for form in self.formats if form not in known]:
-            found["export.formats"] = (f"must be among {', '.join(known)}, the formats of this drafter, but "
-                                       f"has {', '.join(unknown)}")
+        problems = {form: FORMATS[form].problem(kind.method, settings) for form in self.formats
+                    if form in kind.other_formats}
+        if unknown := [form for form in self.formats if form not in possible]:
+            found["export.formats"] = (f"must be among {', '.join(possible)}, the formats of this drafter, "
+                                       f"but has {', '.join(unknown)}")
+        elif wrong := [f"has {form}, and {text}" for form, text in problems.items() if text]:
+            found["export.formats"] = wrong[0]
+        if self.max_context is not None and not kind.scales:
+            found["export.max_context"] = "must be null for this drafter, whose positions are the target's"
         return found
 
     def external(self) -> dict[str, Any]:
@@ -83,23 +96,38 @@ class Export(Stage):
 
     def preflight(self) -> None:
         require_drafts(self.drafter, self.target, {"export.default_k": self.default_k})
+        if not self.drafter.func.other_formats:
+            return
+        try:  # what would be written, before anything is trained
+            if self.max_context is not None:
+                lengthened(geometry(self.target.config, 1, 1), self.max_context)
+            own(without_values(self.drafter, self.target).export(), self._serving(""))
+        except UserError:
+            raise
+        except ValueError as error:
+            raise UserError(str(error)) from error
 
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
         drafter = load_trained(self.drafter, self.target, inputs["train"])
+        if self.max_context is not None:
+            drafter = drafter.lengthened(self.max_context)
         dtype = getattr(torch, self.dtype)
         exported = drafter.export()
         name = self.target_name or self.target.source.served
         if not HUB_NAME.fullmatch(name):
             print(f"export: the folders name the target by the path {name}; give export.target_name=<hub id> "
                   "before you publish them", flush=True)
-        serving = Serving(name, self.target.config.get("architectures") or self._architectures(),
-                          self.default_k, self.target.folder)
+        serving = self._serving(name)
+        if known(exported):
+            print(f"export: target and draft\n{beside(self.target.config, own(exported, serving))}",
+                  flush=True)
         samples = read_samples(inputs["responses"], "train")
         facts = {"method": drafter.method, "needs_v2": drafter.needs_v2, "max_k": drafter.max_k,
                  "possible_k": self._possible(drafter.max_k), "default_k": self.default_k, "target": name,
                  "target_identity": self.target.identity, "template_hash": self.target.template_hash,
                  "target_commit": self.target.source.commit, "trained_modes": self.trained_modes,
-                 "trained_context": max(len(sample.tokens) for sample in samples), "formats": self.formats}
+                 "trained_context": max(len(sample.tokens) for sample in samples), "formats": self.formats,
+                 **({} if self.max_context is None else {"max_context": self.max_context})}
         if not drafter.needs_v2:
             facts["cpu_server"] = asdict(self.cpu_server)
         with closing(self.source(folder=inputs["hidden_states"], layers=drafter.tap_layers)) as source:
@@ -165,8 +193,11 @@ class Export(Stage):
         return [k for k in range(1, longest + 1)
                 if draft_problem(self.drafter, k, self.target.config) is None]
 
-    def _architectures(self) -> list[str]:
-        return json.loads((self.target.folder / "config.json").read_text()).get("architectures", [])
+    def _serving(self, name: str) -> Serving:
+        whole = json.loads((self.target.folder / "config.json").read_text())
+        names = self.target.config.get("architectures") or whole.get("architectures", [])
+        return Serving(name, names, self.default_k, self.target.folder,
+                       self.target.config["num_hidden_layers"])
 
     def _gates(self, drafter: Drafter, probes: list[Probe], out: Path, dtype: torch.dtype) -> list[Gate]:
         rounded = drafter.rounded(dtype)

@@ -144,44 +144,49 @@ def require_start(make: MakeDrafter, target: Target) -> None:
     problem = make.func.start_problem(given, target.config, target.mask_token_id, **make.keywords)
     if problem is not None:
         raise UserError(f"drafter.start_from={folder} cannot be begun with: {problem}")
+    _begin(without_values(make, target), folder)
+
+
+def without_values(make: MakeDrafter, target: Target) -> Drafter:
+    """The drafter with its tensors on the device meta, as nothing was read of the target but its config."""
     head = load_target_head(target.folder, target.config, values=False)
-    settings = {name: None if name == "draft_vocab_size" else value  # which is chosen by values
-                for name, value in make.keywords.items()}
+    chosen = {"draft_vocab_size": None, "start_layers": ()}  # by values
+    settings = make.keywords | {name: value for name, value in chosen.items() if name in make.keywords}
     with torch.device("meta"):
         counts = torch.zeros(head.vocab_size, dtype=torch.int64)
         context = DraftContext(target.config, head, target.mask_token_id, counts, special_ids(target), {})
-        drafter = make.func(context=context, **settings)
-    _begin(drafter, folder)
+        return make.func(context=context, **settings)
 
 
 def _begin(drafter: Drafter, folder: Path) -> None:
-    weights = _weights(folder)
+    weights = exported_weights(folder, AGAIN)
     try:
         drafter.begin_with(weights)
     except ValueError as error:
         raise UserError(f"drafter.start_from={folder} cannot be begun with: {error}") from error
 
 
-def _weights(folder: Path) -> dict[str, Tensor]:
+def exported_weights(folder: Path, remedy: str) -> dict[str, Tensor]:
     """The tensors of an exported drafter: of the files that its index names or, without one, of all; none may
-    be there twice, since who reads them last would win, and none that the index names may be missing."""
+    be there twice, since who reads them last would win, and none that the index names may be missing. Errors
+    end with the `remedy`."""
     weights: dict[str, Tensor] = {}
     files, promised = [path.name for path in sorted(folder.glob("*.safetensors"))], set()
     if (folder / INDEX).is_file():
-        places = indexed(folder / INDEX, AGAIN)
+        places = indexed(folder / INDEX, remedy)
         files, promised = sorted({*places.values()}), {*places}
     for name in files:
         try:
             found = load_file(folder / name)
         except (OSError, SafetensorError) as error:
-            raise UserError(f"{folder / name} cannot be read ({error}); {AGAIN}") from error
+            raise UserError(f"{folder / name} cannot be read ({error}); {remedy}") from error
         if twice := sorted(weights.keys() & found.keys()):
             raise UserError(f"{folder / name} has {len(twice)} tensors that another file there has, too "
                             f"({', '.join(twice[:3])}); remove the one that is not meant")
         weights |= found
     if absent := sorted(promised - weights.keys()):
         raise UserError(f"{folder} lacks {len(absent)} tensors that its {INDEX} names "
-                        f"({', '.join(absent[:3])}); {AGAIN}")
+                        f"({', '.join(absent[:3])}); {remedy}")
     return weights
 
 

@@ -34,6 +34,7 @@ BAD = {
     "hidden_states.probe_rows": (0,), "hidden_states.runtime.shard_gib": (0, float("inf"), "abc"),
     "hidden_states.runtime.commit_tokens": (0,), "hidden_states.source.runtime.verify": ("often",),
     "hidden_states.source.runtime.ahead": (-1,), "hardware.device": ("foo", "cuda:", "cuda:-1"),
+    "hardware.processes": (0, 1.5),
     "hardware.precision": ("float16",), "hardware.attention": ("fast",), "hardware.verify": ("fast",),
     "drafter.layers": (0,), "drafter.anchors": (0,), "drafter.loss_chunk": (0,),
     "drafter.draft_vocab_size": (0, -1), "drafter.intermediate_size": (0,),

@@ -57,9 +57,15 @@ def main(arguments: list[str] | None = None, choices: Choices | None = None) -> 
     """Runs the command line and returns its exit code; `choices` other than the installed are for tests."""
     arguments = sys.argv[1:] if arguments is None else arguments
     from trainer.progress import lasting_output
+    from trainer.strategies.launch import reporting
+    from trainer.strategies.world import World
 
+    world = World.here()
     with lasting_output(goes_on=not any(argument.startswith("-") for argument in arguments)):
-        return _told(arguments, choices)
+        if world.report is None:
+            return _told(arguments, choices)
+        with _signals(), reporting(world):
+            return _main(arguments, choices)
 
 
 def _told(arguments: list[str], choices: Choices | None) -> int:
@@ -94,14 +100,15 @@ def _main(arguments: list[str], choices: Choices | None) -> int:
     from trainer._secrets import masked
     from trainer.check import check
     from trainer.compose import compose_configuration
+    from trainer.strategies.world import World
 
-    choices = choices or find()
+    choices, world = choices or find(), World.here()
     flags, overrides = _flags(arguments)
     if "help" in flags or "version" in flags:
         print(_help(choices) if "help" in flags else __version__, flush=True)
         return 0
     configuration = compose_configuration(overrides, choices)
-    for note in configuration.notes:
+    for note in () if world.follows else configuration.notes:
         print(f"note: {note}", file=sys.stderr)
     if "cfg" in flags:
         if configuration.broken:
@@ -121,8 +128,10 @@ def _main(arguments: list[str], choices: Choices | None) -> int:
             attempt(partial(pipeline.preflight, stages, settings["run"]))
             attempt(partial(pipeline.rehearse, stages, settings["run"]))
         print("the settings are right, and all that they need is here", flush=True)
+    elif world.follows:
+        pipeline.take_part(settings, world)
     else:
-        print(pipeline.run(settings), flush=True)
+        print(pipeline.run(settings, arguments), flush=True)
     return 0
 
 

@@ -28,6 +28,11 @@ class Stage(ABC):
         return ()
 
     @property
+    def processes(self) -> int:
+        """How many call `run` together, each with the same inputs; what the first one returns counts."""
+        return 1
+
+    @property
     def quick(self) -> bool:
         """Whether `run` takes a moment and nothing but files that are here, so that `--check` may try it."""
         return False

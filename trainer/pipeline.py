@@ -11,7 +11,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,13 @@ from typing import Any
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
-from trainer import _folders, _latest
+from trainer import _folders, _latest, _together
 from trainer._folders import full_disk, locked, write_sealed
 from trainer._secrets import masked
 from trainer._stage_record import fingerprint, finished, made_by, require_unchanged, say
 from trainer._stages import Planned, Stage
 from trainer.errors import UserError, first_line, gathered
+from trainer.strategies.world import World
 
 REFUSALS = (ValueError, TypeError)  # by which constructors refuse what they are given
 
@@ -189,9 +190,11 @@ def rehearse(stages: list[Planned], names: list[str]) -> None:
                     folders[planned.name] = out
 
 
-def run(settings: dict[str, Any]) -> Path:
-    """Goes through the stages named in `run`; returns report.json or the last stage's folder."""
-    stages = plan(settings, shown=True)
+def run(settings: dict[str, Any], arguments: Sequence[str] = ()) -> Path:
+    """Goes through the stages named in `run`; returns report.json or the last stage's folder. `arguments`
+    are those of the command line that made the settings."""
+    stages, world = plan(settings, shown=True), World.here()
+    _together.meet(world, max(planned.stage.processes for planned in stages))
     read = require_inputs(stages, settings["run"])
     preflight(stages, settings["run"])
     by_name = {planned.name: planned for planned in stages}
@@ -202,13 +205,13 @@ def run(settings: dict[str, Any]) -> Path:
     _remember(stages, settings)
     for place, planned in enumerate(wanted):
         if planned.state != "reuse":
-            _execute(planned, {name: by_name[name].folder.resolve() for name in planned.inputs
-                               if name in planned.stage.after or by_name[name].state == "reuse"})
+            _execute(planned, _inputs(planned, by_name), arguments)
             _remember(stages, settings)
         for later in wanted[place + 2:]:  # the next one says so itself
             if planned.name in later.stage.after and later.state != "reuse":
                 later.stage.foresee({name: by_name[name].folder.resolve() for name in later.stage.after
                                      if by_name[name].state == "reuse"})
+    _together.over(world)
     for planned in reversed(wanted):
         planned.stage.tell(planned.folder)
     result = by_name["report"].folder / "report.json" if "report" in settings["run"] else wanted[-1].folder
@@ -220,7 +223,20 @@ def _remember(stages: list[Planned], settings: dict[str, Any]) -> None:
         planned.name: str(planned.folder.resolve()) for planned in stages if planned.folder.exists()})
 
 
-def _execute(planned: Planned, inputs: dict[str, Path]) -> None:
+def take_part(settings: dict[str, Any], world: World) -> None:
+    """In a process that follows another one through `run`: takes part in the stages of several processes."""
+    by_name = {planned.name: planned for planned in plan(settings)}
+    _together.meet(world, max(planned.stage.processes for planned in by_name.values()))
+    _together.take_part({planned.fingerprint: (planned, planned.stage.run, _inputs(planned, by_name))
+                         for planned in by_name.values() if planned.stage.processes > 1}, world)
+
+
+def _inputs(planned: Planned, by_name: Mapping[str, Planned]) -> dict[str, Path]:
+    return {name: by_name[name].folder.resolve() for name in planned.inputs
+            if name in planned.stage.after or by_name[name].state == "reuse"}
+
+
+def _execute(planned: Planned, inputs: dict[str, Path], arguments: Sequence[str] = ()) -> None:
     out = planned.partial
     with locked(planned.folder, f"stage '{planned.name}'"), full_disk(f"stage '{planned.name}'", out):
         state = planned.state
@@ -237,7 +253,8 @@ def _execute(planned: Planned, inputs: dict[str, Path]) -> None:
         else:
             print(f"{planned.name}: {state}", flush=True)
             began = time.monotonic()
-            record = planned.stage.run(inputs, out.resolve())
+            record = _together.run(planned, planned.stage.run, planned.stage.processes, inputs, out.resolve(),
+                                   arguments)
             seconds = time.monotonic() - began
             _folders.settle(out)
             write_sealed(out / "stage.json", _record(planned, record, seconds, state == "continue"))

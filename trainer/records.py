@@ -153,10 +153,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Hardware:
-    """Where training and in-process engines run: a PyTorch device, the autocast dtype, the attention
-    kernel, the kernel that verifies drafts, and whether training is compiled."""
+    """Where training and in-process engines run: a PyTorch device, how many processes train, each on one of
+    those, the autocast dtype, the attention kernel, the kernel that verifies drafts, and whether training is
+    compiled."""
 
     device: Device
+    processes: Count
     precision: Literal["bfloat16", "float32"]
     attention: str
     verify: str

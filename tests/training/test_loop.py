@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,9 @@ from trainer.architectures.base import Drafter, Exported
 from trainer.data.packing import collate
 from trainer.errors import UserError
 from trainer.records import Batch, Ratio, Step
+from trainer.strategies.base import Placed
+from trainer.strategies.process import Group
+from trainer.strategies.single import Single
 from trainer.target import Target
 from trainer.training.loop import Pace, Taken, fit, means
 from trainer.training.schedule import warmup_cosine
@@ -55,12 +59,12 @@ def row(supervised: int, value: float, tokens: int = 100) -> Batch:
                  torch.arange(tokens), torch.full((tokens, 1), value), torch.zeros(tokens, 1), 0)
 
 
-def sgd(drafter: nn.Module, lr: float = 1.0) -> torch.optim.Optimizer:
-    return torch.optim.SGD(drafter.parameters(), lr=lr)
+def placed(drafter: Drafter, lr: float = 1.0) -> Placed:
+    return Single().place(drafter, partial(torch.optim.SGD, lr=lr), Group(0, 1, "cpu"), rows=1)
 
 
 def run(drafter: Drafter, rows: list[Batch], pace: Pace, start: int = 0, lr: float = 1.0) -> list[Taken]:
-    return list(fit(drafter, sgd(drafter, lr), lambda number: rows[number % len(rows)], pace, start))
+    return list(fit(placed(drafter, lr), lambda number: rows[number % len(rows)], pace, start))
 
 
 def test_a_step_of_two_rows_is_divided_once_by_all_its_tokens() -> None:
@@ -108,7 +112,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_step(value: float) -> None:
     taken = []
     with pytest.raises(UserError,
                        match=r"the loss \((nan|inf)\) .* is not finite at step 3; lower optimizer.lr"):
-        for each in fit(drafter, sgd(drafter), rows.__getitem__, replace(STEADY, steps=3), 0):
+        for each in fit(placed(drafter), rows.__getitem__, replace(STEADY, steps=3), 0):
             taken.append(each.step)
     assert taken == [1, 2] and float(drafter.weight.detach()) == 0.5
 
@@ -152,10 +156,9 @@ def test_a_run_that_goes_on_has_the_same_rates(tiny_target: Target) -> None:
     pace = replace(STEADY, steps=20, warmup=0.2, floor=0.1)
     whole = [taken.lr for taken in run(Given(), [row(1, 0.0)], pace, lr=0.3)]
     assert whole == pytest.approx([0.3 * warmup_cosine(step, 20, 0.2, 0.1) for step in range(20)])
-    drafter = Given()
-    optimizer = sgd(drafter, 0.3)
-    later = [taken.lr for taken in fit(drafter, optimizer, lambda number: row(1, 0.0), pace, 13)]
-    assert later == whole[13:] and optimizer.param_groups[0]["lr"] == 0.3
+    alone = placed(Given(), 0.3)
+    later = [taken.lr for taken in fit(alone, lambda number: row(1, 0.0), pace, 13)]
+    assert later == whole[13:] and alone.optimizer.param_groups[0]["lr"] == 0.3
 
 
 def test_rows_are_asked_for_by_number() -> None:
@@ -165,8 +168,7 @@ def test_rows_are_asked_for_by_number() -> None:
         asked.append(number)
         return row(1, 0.0)
 
-    drafter = Given()
-    list(fit(drafter, sgd(drafter), get, replace(STEADY, steps=5, accumulate=3), 3))
+    list(fit(placed(Given()), get, replace(STEADY, steps=5, accumulate=3), 3))
     assert asked == list(range(9, 15))
 
 

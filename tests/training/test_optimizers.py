@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,11 @@ import yaml
 from hydra.utils import instantiate
 from torch import nn
 
+from trainer.errors import UserError
+from trainer.strategies.process import Group
+from trainer.strategies.single import Alone
 from trainer.training import checkpoint
-from trainer.training.optimizers import MuonAdamW
+from trainer.training.optimizers import MuonAdamW, require_parts
 
 OPTIMIZERS = sorted((Path(__file__).parents[2] / "conf/optimizer").glob("*.yaml"))
 
@@ -46,10 +50,12 @@ def test_it_learns_and_resumes_to_the_bit(path: Path, tmp_path: Path) -> None:
     first = model()
     optimizer = make(first.parameters())
     steps(first, optimizer, 0, 17)
-    saved = checkpoint.save(tmp_path, 17, first, optimizer, {}, keep=1)
+    moments = Alone(first, optimizer, Group(0, 1, "cpu")).moments()
+    saved = checkpoint.save(tmp_path, 17, first, moments, {}, keep=1)
     again = model()
     optimizer = make(again.parameters())
-    assert checkpoint.load(saved, again, optimizer)["step"] == 17
+    assert checkpoint.load(saved, again)["step"] == 17
+    Alone(again, optimizer, Group(0, 1, "cpu")).load_moments(checkpoint.load_moments(saved))
     assert steps(again, optimizer, 17, 40) == losses[17:]
     for one, other in zip(whole.parameters(), again.parameters(), strict=True):
         assert torch.equal(one, other)
@@ -77,3 +83,11 @@ def test_muon_leaves_vectors_and_tables_to_adamw() -> None:
     optimizer.step()
     moved = (table.weight.detach() != before).any(dim=1)
     assert moved.tolist() == [False, True, False, False, True, False]
+
+
+def test_an_optimizer_that_needs_whole_matrices_is_found_by_what_it_does() -> None:
+    nodes = {path.stem: instantiate(yaml.safe_load(path.read_text()), _convert_="all") for path in OPTIMIZERS}
+    require_parts(nodes["adamw"], "cpu")
+    require_parts(partial(torch.optim.SGD, lr=0.1, momentum=0.9), "cpu")
+    with pytest.raises(UserError, match=r"optimizer \(MuonAdamW\) needs whole matrices.*set strategy=ddp"):
+        require_parts(nodes["muon"], "cpu")

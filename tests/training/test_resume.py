@@ -30,6 +30,7 @@ from trainings import CONF, SAMPLES, Stopped, check_equal, log_of, run, stage
 from trainer.errors import UserError
 from trainer.export.formats import FORMATS, Serving
 from trainer.records import Sample
+from trainer.strategies.single import Single
 from trainer.target import Target
 from trainer.training.build import load_trained
 from trainer.training.rows import Rows
@@ -45,7 +46,8 @@ from trainer.training.stage import TrainRuntime
     ({"drafter": make_dflash(attention="flex")}, "drafter.attention=flex has no backward pass"),
     ({"drafter": make_dflash(draft_vocab_size=321)}, "draft_vocab_size=321 must lie between the 2 special"),
     ({"drafter": make_dflash(start_layers=[0, 3])}, "start_layers names layer 3, but tiny has 3 layers"),
-    ({"runtime": TrainRuntime("cuda:99", 1, 1, 1, None)}, "train.runtime.device=cuda:99, but PyTorch finds")])
+    ({"runtime": TrainRuntime("cuda:99", 1, Single(), 1, 1, 1, None)},
+     "train.runtime.device=cuda:99, but PyTorch finds")])
 def test_what_cannot_be_trained_is_said_before_any_stage_runs(target: Target, changes: dict[str, Any],
                                                               said: str) -> None:
     stage(target).preflight()

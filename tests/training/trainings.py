@@ -16,6 +16,7 @@ from tiny import OFFLINE, acceptance, make_dflash, random_samples
 
 from trainer.hidden_states.offline import Offline, OfflineRuntime
 from trainer.records import Sample
+from trainer.strategies.single import Single
 from trainer.target import Target
 from trainer.training.stage import Train, TrainRuntime
 
@@ -31,7 +32,8 @@ def node(group: str, name: str, **changes: Any) -> dict[str, Any]:
 
 def stage(target: Target, optimizer: str = "adamw", **changes: Any) -> Train:
     """Two epochs and a half; a checkpoint every third step, a line of the log every second."""
-    runtime = TrainRuntime("cpu", checkpoint_every=3, keep_checkpoints=2, log_every=2, wandb_project=None)
+    runtime = TrainRuntime("cpu", 1, Single(), checkpoint_every=3, keep_checkpoints=2, log_every=2,
+                           wandb_project=None)
     kind = get_class(yaml.safe_load((CONF / f"optimizer/{optimizer}.yaml").read_text())["_target_"])
     known = partial(kind, **node("optimizer", optimizer, lr=3e-3))
     settings = {"target": target, "drafter": make_dflash(anchors=16, layers=1), "source": OFFLINE,

@@ -18,6 +18,7 @@ from pathlib import Path
 from trainer import cpu_build
 from trainer._weight_files import INDEX, indexed
 from trainer.errors import UserError
+from trainer.strategies.world import VARIABLES
 
 OLDEST = (0, 32)
 INTERPRETER = Path(__file__).resolve().parents[1] / "kernels/triton_interpreter"
@@ -75,9 +76,10 @@ class Installation:
 
     def environment(self, threads: str, kv_cache_gib: int) -> dict[str, str]:
         """Variables for a server of this installation, on top of the trainer's own."""
-        # what belongs to the trainer's interpreter, would halve the server's threads, or would change what
-        # it says without a word in the settings
-        own = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "OMP_NUM_THREADS", FUSED, "TRAINER_VERIFY_KERNEL")
+        # what belongs to the trainer's interpreter or to the processes that train with it, would halve the
+        # server's threads, or would change what it says without a word in the settings
+        own = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "OMP_NUM_THREADS", FUSED, "TRAINER_VERIFY_KERNEL",
+               *VARIABLES)
         variables = {name: value for name, value in os.environ.items() if name not in own}
         variables["PATH"] = os.pathsep.join([str(self.prefix / "bin"), variables.get("PATH", os.defpath)])
         variables |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_HOST_IP": "127.0.0.1"}

@@ -31,6 +31,7 @@ class HiddenStateSource(ABC):
     """Gives the hidden states of one sample. Every source gives equal tensors for equal samples."""
 
     every_tap: ClassVar[bool] = False  # whether it hands on taps that are no layer ids, too
+    shared: ClassVar[bool] = False     # whether several processes may each have one at the same time
 
     @abstractmethod
     def get(self, sample: Sample) -> HiddenStates:

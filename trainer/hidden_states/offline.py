@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from trainer.hidden_states.base import HiddenStateSource
 from trainer.hidden_states.reader import ShardReader, Verify
@@ -22,6 +23,8 @@ class OfflineRuntime:
 
 class Offline(HiddenStateSource):
     """The states after `layers`, from a folder that holds these and maybe more; the others are not read."""
+
+    shared: ClassVar[bool] = True
 
     def __init__(self, folder: Path, layers: Sequence[int], runtime: OfflineRuntime) -> None:
         self.reader = ShardReader(folder, layers, runtime.verify)

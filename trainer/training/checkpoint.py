@@ -2,7 +2,8 @@
 
 `checkpoints/step_000123/` holds `weights.safetensors` (float32 masters), `optimizer.safetensors` and
 `state.json` (the position, of which all randomness is a function, the lines of the log, the best step so far,
-and the sums of both files). It appears by a rename after its files reached the disk. """
+and the sums of both files). It appears by a rename after its files reached the disk. All tensors are whole,
+whatever the layout they were trained in, so that any other goes on from it. """
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ from torch import Tensor, nn
 
 from trainer import _folders
 from trainer.errors import UserError
+from trainer.strategies.base import Moments
 
-WEIGHTS, STATE, DAMAGED = "weights.safetensors", "state.json", ".damaged"
+WEIGHTS, MOMENTS, STATE, DAMAGED = "weights.safetensors", "optimizer.safetensors", "state.json", ".damaged"
 
 
 @dataclass(frozen=True)
@@ -30,16 +32,16 @@ class Saved:
     step: int
 
 
-def save(root: Path, step: int, drafter: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any],
+def save(root: Path, step: int, drafter: nn.Module, moments: Moments, state: dict[str, Any],
          keep: int) -> Saved:
-    """Writes the checkpoint of `step` and removes all but the newest `keep`, and those of the best steps that
-    these name."""
+    """Writes the checkpoint of `step`, `moments` being the optimizer's state, and removes all but the newest
+    `keep`, and those of the best steps that these name."""
     folder = root / f"step_{step:06d}"
     partial = folder.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
     _folders.require_folder(partial)
     save_file(trained(drafter), partial / WEIGHTS)
-    save_file(_flat(optimizer), partial / "optimizer.safetensors")
+    save_file(_flat(moments), partial / MOMENTS)
     _folders.settle(partial)
     _folders.write_sealed(partial / STATE, {**state, "step": step, "files": _folders.sums(partial)})
     for replaced in (folder, folder.with_suffix(DAMAGED)):
@@ -88,7 +90,7 @@ def load_best(root: Path, step: int, drafter: nn.Module) -> None:
     if fault := _fault(saved.folder):
         raise UserError(f"{fault}, and it holds the best weights of the run; remove {root} and run the same "
                         f"command again, which trains anew")
-    load(saved, drafter, None)
+    load(saved, drafter)
 
 
 def _fault(folder: Path) -> str:
@@ -100,14 +102,21 @@ def _fault(folder: Path) -> str:
     return _folders.change(folder, files) if files else f"{folder / STATE} names no checksums"
 
 
-def load(saved: Saved, drafter: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """Fills drafter and optimizer, strictly; returns the state."""
+def load(saved: Saved, drafter: nn.Module) -> dict[str, Any]:
+    """Fills the drafter, strictly; returns the state."""
     state = _folders.read_sealed(saved.folder / STATE)
     del state["files"]
     load_weights(drafter, load_file(saved.folder / WEIGHTS), saved.folder)
-    if optimizer is not None:
-        _unflat(optimizer, load_file(saved.folder / "optimizer.safetensors"))
     return state
+
+
+def load_moments(saved: Saved) -> Moments:
+    """The optimizer's state."""
+    moments: Moments = {}
+    for name, tensor in load_file(saved.folder / MOMENTS).items():
+        index, key = name.split(".", 1)
+        moments.setdefault(int(index), {})[key] = tensor
+    return moments
 
 
 def trained(drafter: nn.Module) -> dict[str, Tensor]:
@@ -128,14 +137,6 @@ def load_weights(drafter: nn.Module, weights: dict[str, Tensor], where: Path) ->
             parameter.copy_(weights[name])
 
 
-def _flat(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    return {f"{index}.{key}": value.contiguous() if isinstance(value, Tensor) else torch.tensor(value)
-            for index, entry in optimizer.state_dict()["state"].items() for key, value in entry.items()}
-
-
-def _unflat(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    state: dict[int, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        index, key = name.split(".", 1)
-        state.setdefault(int(index), {})[key] = tensor
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+def _flat(moments: Moments) -> dict[str, Tensor]:
+    return {f"{index}.{key}": value.contiguous()
+            for index, entry in moments.items() for key, value in entry.items()}

@@ -1,4 +1,5 @@
-"""The loop. It knows no drafter: it asks for sums and counts, and divides once by the global count."""
+"""The loop. It knows no drafter and no layout: it asks for sums and counts, of all processes that train, and
+divides once by the global count."""
 
 from __future__ import annotations
 
@@ -12,12 +13,14 @@ import torch
 from trainer.architectures.base import Drafter
 from trainer.errors import UserError
 from trainer.records import Batch, Step
+from trainer.strategies.base import Placed
 from trainer.training.schedule import warmup_cosine
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How a run goes: `steps` optimizer steps of `accumulate` rows, warm-up, final share of the rate."""
+    """How a run goes: `steps` optimizer steps of `accumulate` rows of this process, warm-up, final share of
+    the rate."""
 
     steps: int
     accumulate: int
@@ -29,8 +32,8 @@ class Pace:
 
 @dataclass(frozen=True)
 class Taken:
-    """One optimizer step: its number (1-based), the numbers of its rows, the norm of its gradient. `fault`
-    says what is wrong with the weights that the last one left."""
+    """One optimizer step: its number (1-based), the numbers of its rows on all processes, the norm of its
+    gradient. `fault` says what is wrong with the weights that the last one left."""
 
     step: int
     totals: dict[str, tuple[float, float]]
@@ -40,11 +43,11 @@ class Taken:
     fault: str | None = None
 
 
-def fit(drafter: Drafter, optimizer: torch.optim.Optimizer, row: Callable[[int], Batch], pace: Pace,
-        start: int) -> Iterator[Taken]:
-    """Takes the steps after `start`, yielding after each one; between them the caller saves and logs."""
+def fit(placed: Placed, row: Callable[[int], Batch], pace: Pace, start: int) -> Iterator[Taken]:
+    """Takes the steps after `start`, yielding after each one; between them the caller saves and logs. `row`
+    gives the rows of this process by its own count."""
+    optimizer = placed.optimizer
     peaks = [group["lr"] for group in optimizer.param_groups]
-    parameters = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
     for step in range(start, pace.steps):
         factor = warmup_cosine(step, pace.steps, pace.warmup, pace.floor)
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
@@ -53,31 +56,34 @@ def fit(drafter: Drafter, optimizer: torch.optim.Optimizer, row: Callable[[int],
         tokens = 0
         for part in range(pace.accumulate):
             batch = row(step * pace.accumulate + part)
-            result = forward(drafter, batch, pace.precision)
-            result.loss_sum.backward()
+            with placed.row(last=part + 1 == pace.accumulate):
+                result = forward(placed, batch, pace.precision)
+                placed.backward(result.loss_sum)
             tokens += int((batch.document >= 0).sum())
             add(totals, result)
+        totals, tokens = placed.group.total(totals, tokens)
         loss, count = totals["loss"]
-        for parameter in parameters:
-            if parameter.grad is not None and count:
-                parameter.grad.div_(count)
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, pace.clip))
+        norm = placed.clip(count, pace.clip)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise UserError(f"the loss ({loss:.6g}) or its gradient ({norm:.6g}) is not finite at step "
                             f"{step + 1}; lower optimizer.lr, or look at the rows of this step (seed and "
                             "step name them); the last checkpoint is kept")
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        fault = _fault(drafter, batch, pace.precision) if step + 1 == pace.steps else None
+        placed.step()
+        fault = _fault(placed, batch, pace.precision) if step + 1 == pace.steps else None
         yield Taken(step + 1, totals, tokens, norm, peaks[0] * factor, fault)
     for group, peak in zip(optimizer.param_groups, peaks, strict=True):
         group["lr"] = peak
 
 
 @torch.no_grad()
-def _fault(drafter: Drafter, batch: Batch, precision: str) -> str | None:
+def _fault(placed: Placed, batch: Batch, precision: str) -> str | None:
     """For people: what a step left that is not finite, which otherwise the next step tells; None when nothing
     is. Finite weights may be so large that what they compute is not: a row is looked at, too."""
+    drafter = placed.whole()
+    return placed.group.tell(None if drafter is None else _faulty(drafter, batch, precision))
+
+
+def _faulty(drafter: Drafter, batch: Batch, precision: str) -> str | None:
     found = [name for name, parameter in drafter.named_parameters() if not parameter.isfinite().all()]
     with torch.compiler.set_stance("force_eager"):  # a single row is not worth a compilation
         loss = float(forward(drafter, batch, precision).loss_sum)
@@ -88,7 +94,7 @@ def _fault(drafter: Drafter, batch: Batch, precision: str) -> str | None:
             "is large; the last checkpoint is kept")
 
 
-def forward(drafter: Drafter, batch: Batch, precision: str) -> Step:
+def forward(drafter: Drafter | Placed, batch: Batch, precision: str) -> Step:
     """`precision` names the autocast dtype; float32 turns autocast off."""
     kind = batch.taps.device.type
     with torch.autocast(kind, dtype=torch.bfloat16, enabled=precision == "bfloat16"):

@@ -88,3 +88,24 @@ def require_step(make: Callable[..., torch.optim.Optimizer], device: str, clip: 
     if not any(each.any() for each in parameters):
         raise UserError(f"a step of the optimizer moves nothing with optimizer.lr={settings.get('lr')} and "
                         f"train.clip={clip}, so nothing would be trained; raise the one that is so small")
+
+
+def require_parts(make: Callable[..., torch.optim.Optimizer], device: str) -> None:
+    """Raises unless a step on two halves of a matrix is the step on the whole of it: what a strategy that
+    spreads the moments over processes takes for granted."""
+    start = torch.tensor([[1.0, -2.0], [0.5, 3.0]], device=device)
+    gradient = 0.1 * start
+
+    def stepped(parts: int) -> torch.Tensor:
+        """The matrix after a step; the vector behind it is there because some optimizers take no less."""
+        parameters = [nn.Parameter(part.clone()) for part in (*start.chunk(parts), start[0])]
+        for each, part in zip(parameters, (*gradient.chunk(parts), gradient[0]), strict=True):
+            each.grad = part.clone()
+        make(params=parameters).step()
+        return torch.cat([each.detach() for each in parameters[:parts]])
+
+    if not torch.allclose(stepped(1), stepped(2), rtol=1e-5):  # kernels may round a tail otherwise
+        kind = getattr(getattr(make, "func", make), "__name__", "this one")
+        raise UserError(f"the optimizer ({kind}) needs whole matrices, which this strategy spreads over "
+                        "processes: a step on two halves is not the step on the whole; set strategy=ddp, or "
+                        "optimizer=adamw")

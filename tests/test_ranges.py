@@ -68,6 +68,7 @@ BAD = {
 }
 OTHERS = {
     "prompts=mixture": {"prompts.languages.confidence": (-0.1, 1.5)},
+    "strategy=zero2": {"strategy.stage": (0, 4)},
     "drafter=dflash": {"drafter.block_size": (1,)},
     "target_engine=vllm": {"target_engine.runtime.in_flight": (0,), "target_engine.runtime.patience_s": (0,),
                            "target_engine.runtime.answer_urls": (["x"],), "target_engine.dtype": ("int8",)},

@@ -76,7 +76,8 @@ def test_what_one_process_says_is_told_once(home: Home, capfd: pytest.CaptureFix
     (["hardware.processes=2"], "strategy (conf/strategy/single.yaml): must be another one than single"),
     (["strategy=ddp"], "strategy (conf/strategy/ddp.yaml): must be single with hardware.processes=1"),
     (["hardware=cpu2", "hidden_states=online"],
-     "hidden_states (conf/hidden_states/online.yaml): must be offline with several")])
+     "hidden_states (conf/hidden_states/online.yaml): must be offline with several"),
+    (["hardware=cpu2", "strategy=fsdp2", "optimizer=muon"], "needs whole matrices")])
 def test_what_does_not_go_together_is_told(data: Home, capfd: pytest.CaptureFixture[str],
                                            settings: list[str], said: str) -> None:
     assert said in told(*quick(data, capfd, *SMALL, TRAIN, "--check", *settings))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,51 @@ def test_weights_of_another_drafter_are_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="1 tensors differ"):
             checkpoint.load_weights(model, changed, tmp_path)
 
+
+
+class Slow:
+    """A number of a state that is known only when `now` is set."""
+
+    def __init__(self) -> None:
+        self.now = threading.Event()
+
+    def __deepcopy__(self, memo: Any) -> Slow:
+        return self
+
+    def item(self) -> int:
+        assert self.now.wait(60)
+        return 12
+
+
+def test_a_writer_writes_what_there_was_while_training_goes_on(tmp_path: Path) -> None:
+    model, optimizer = made()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    writer, slow, lines = checkpoint.Writer(), Slow(), [1]
+    writer.save(tmp_path, 7, model, moments(optimizer), {"tokens": slow, "log": lines}, keep=2)
+    lines.append(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        for entry in optimizer.state.values():
+            entry["exp_avg"].zero_()
+    assert checkpoint.find(tmp_path) == [], "it is being written"
+    slow.now.set()
+    writer.close()
+    [saved] = checkpoint.find(tmp_path)
+    assert checkpoint.load(saved, model) == {"tokens": 12, "log": [1], "step": 7}
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    assert all(entry["exp_avg"].any() for entry in checkpoint.load_moments(saved).values())
+
+
+def test_what_keeps_a_writer_from_writing_is_raised_by_the_next_call(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    model, optimizer = made()
+    for call in ("wait", "close"):
+        writer = checkpoint.Writer()
+        writer.save(tmp_path / "file", 7, model, moments(optimizer), {}, keep=2)
+        with pytest.raises((UserError, OSError)):
+            getattr(writer, call)()
+        writer.close()
 
 
 def test_a_log_begins_with_the_lines_of_the_checkpoint(tmp_path: Path) -> None:

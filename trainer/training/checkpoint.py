@@ -7,7 +7,9 @@ whatever the layout they were trained in, so that any other goes on from it. """
 
 from __future__ import annotations
 
+import copy
 import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,15 +34,50 @@ class Saved:
     step: int
 
 
+class Writer:
+    """Writes checkpoints while training goes on, one after the other. What fails is raised by the next call.
+    Takes as much memory of the host as weights and moments do."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[Saved] | None = None
+
+    def save(self, root: Path, step: int, drafter: nn.Module, moments: Moments, state: dict[str, Any],
+             keep: int) -> None:
+        """`save` of what there is now, once the one before is done."""
+        self.wait()
+        weights = {name: value.to("cpu", copy=True) for name, value in trained(drafter).items()}
+        kept = {index: {key: value.to("cpu", copy=True) for key, value in entry.items()}
+                for index, entry in moments.items()}
+        self._writing = self._pool.submit(_write, root, step, weights, kept, copy.deepcopy(state), keep)
+
+    def wait(self) -> None:
+        """Returns when all that was given is on the disk."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def close(self) -> None:
+        try:
+            self.wait()
+        finally:
+            self._pool.shutdown()
+
+
 def save(root: Path, step: int, drafter: nn.Module, moments: Moments, state: dict[str, Any],
          keep: int) -> Saved:
     """Writes the checkpoint of `step`, `moments` being the optimizer's state, and removes all but the newest
     `keep`, and those of the best steps that these name."""
+    return _write(root, step, trained(drafter), moments, state, keep)
+
+
+def _write(root: Path, step: int, weights: dict[str, Tensor], moments: Moments, state: dict[str, Any],
+           keep: int) -> Saved:
     folder = root / f"step_{step:06d}"
     partial = folder.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
     _folders.require_folder(partial)
-    save_file(trained(drafter), partial / WEIGHTS)
+    save_file(weights, partial / WEIGHTS)
     save_file(_flat(moments), partial / MOMENTS)
     _folders.settle(partial)
     _folders.write_sealed(partial / STATE, {**state, "step": step, "files": _folders.sums(partial)})

@@ -55,7 +55,7 @@ class Course:
         usable = stage.acceptance.usable
         self.accepted = Measurements(stage.acceptance, whole, stage.target, usable(heldout), usable(samples),
                                      source.get, out / "measured", position["best"], position["gates"])
-        self.watch = Watch(position)
+        self.watch, self.writer = Watch(position), checkpoint.Writer()
         self.log: Log | None = None
         if group.main:
             self.log = Log(out / "log.jsonl", position["log"], stage.runtime.wandb_project)
@@ -84,7 +84,7 @@ class Course:
         pace = Pace(self.steps, self.share, stage.warmup, stage.floor, stage.clip, stage.precision)
         told = True  # all that is due after this step was done
         with Progress("train", total=self.steps if self.group.main else 0, unit="steps", start=self.step,
-                      warm_up=True) as bar, \
+                      warm_up=True) as bar, closing(self.writer), \
                 closing(Prefetch(self._row, self.source.ahead, self.steps * self.share)) as ready, \
                 self.source.in_use():
             try:
@@ -146,10 +146,10 @@ class Course:
     def _save(self) -> None:
         whole, moments = self.placed.whole(), self.placed.moments()
         if whole is not None and self.log is not None:
-            checkpoint.save(self.root, self.step, whole, moments,
-                            {"tokens": self.watch.tokens, "seconds": self.watch.seconds, "sums": self.sums,
-                             "log": self.log.lines, "best": self.accepted.best, "gates": self.accepted.gates},
-                            self.stage.runtime.keep_checkpoints)
+            self.writer.save(self.root, self.step, whole, moments,
+                             {"tokens": self.watch.tokens, "seconds": self.watch.seconds, "sums": self.sums,
+                              "log": self.log.lines, "best": self.accepted.best,
+                              "gates": self.accepted.gates}, self.stage.runtime.keep_checkpoints)
 
     @torch.no_grad()
     def _heldout(self, whole: Drafter) -> dict[str, float]:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
+import yaml
 
-from trainer._paths import find
-from trainer.compose import compose_configuration
 from trainer.data import languages
 from trainer.data.languages import Detection
-from trainer.data.prompts import FACTS, Jsonl, Prompts, read_prompts
+from trainer.data.prompts import FACTS, Builtin, Jsonl, Prompts, read_prompts
 from trainer.errors import UserError
 from trainer.records import UNKNOWN, Prompt
 
+CONF = Path(__file__).parents[2] / "conf/prompts"
 LIKELY = 0.7  # as conf/prompts has it
 TEXTS = {
     "en": "Could you explain to me how a bicycle stays upright while it is moving? Please keep it short.",
@@ -90,10 +90,16 @@ def test_a_missing_package_is_told_before_the_run(tmp_path: Path, monkeypatch: p
     stage(tmp_path, None, silent).preflight()
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "mixture", "datasets"])
-def test_own_prompts_are_looked_at_unless_told(kind: str) -> None:
-    def detection(*given: str) -> Any:
-        composed = compose_configuration(["recipe=smoke", f"prompts={kind}", *given], find())
-        return composed.settings["prompts"]["languages"]
+@pytest.mark.parametrize("path", sorted(CONF.glob("*.yaml")), ids=lambda path: path.stem)
+def test_all_but_the_built_in_prompts_are_looked_at(path: Path) -> None:
+    found = yaml.safe_load(path.read_text())["languages"]
+    assert (found is None) == (path.stem == "builtin")
+    assert found is None or found["confidence"] == LIKELY
 
-    assert detection()["confidence"] == LIKELY and detection("prompts.languages=null") is None
+
+def test_of_the_built_in_prompts_most_are_found_and_none_wrongly() -> None:
+    detection, rows = Detection(LIKELY), Builtin().all_rows()
+    found = Counter(detection.of(prompt) if detection.of(prompt) in (prompt.language, UNKNOWN) else "wrong"
+                    for prompt, _ in rows)
+    assert found["wrong"] == 0 and found[UNKNOWN] < 0.2 * len(rows), found
+    assert {language for language in found if found[language] > 10} == {"en", "es", "fr", UNKNOWN}

@@ -20,6 +20,7 @@ from trainer.records import UNKNOWN, Prompt
 
 LONGEST = 1000  # characters that are looked at
 PACKAGE = "py3langid"
+NONE = "zxx"  # what it calls a text that is of no language
 CODE = re.compile(r"```.*?(?:```|\Z)|`[^`\n]*`|https?://\S+", re.DOTALL)  # of no language
 
 
@@ -43,7 +44,8 @@ class Detection:
     def of(self, prompt: Prompt) -> str:
         text = CODE.sub(" ", "\n".join(prompt.turns))[:LONGEST]
         found, share = _classifier().classify(text)
-        return str(found) if share >= self.confidence and any(map(str.isalpha, text)) else UNKNOWN
+        told = share >= self.confidence and found != NONE and any(map(str.isalpha, text))
+        return str(found) if told else UNKNOWN
 
 
 @cache

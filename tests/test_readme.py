@@ -80,7 +80,8 @@ def test_the_list_of_contents_has_every_chapter_in_order() -> None:
 
 
 def test_the_sample_of_a_run_has_the_columns_of_a_report(capsys: pytest.CaptureFixture[str]) -> None:
-    print_tables({"recipe": "demo", "verdict": "faster", "rows": [ROW], "gates": {}, "warnings": []})
+    print_tables({"recipe": "demo", "verdict": "faster", "rows": [ROW], "mix": None, "gates": {},
+                  "warnings": []})
     shown = [re.split(r"\s{2,}", line.strip()) for line in capsys.readouterr().out.splitlines()]
     titles = next(cells for cells in shown if cells[0] == "data")
     sample = README.partition("\n## What a run looks like\n")[2].partition("\n## ")[0]

@@ -27,8 +27,16 @@ from trainer.hidden_states.base import Manifest
 from trainer.hidden_states.offline import Offline, OfflineRuntime
 from trainer.hidden_states.writer import ShardWriter
 from trainer.records import Completion, HiddenStates, Sample, Sampling, Tap
+from trainer.strategies import process as processes
+from trainer.strategies.base import MakeOptimizer, Placed
+from trainer.strategies.single import Single
 from trainer.target import Folder, Target
 from trainer.training.build import build_drafter, require_buildable
+
+
+def placed(drafter: Drafter, optimizer: MakeOptimizer) -> Placed:
+    """As training in one process has it."""
+    return Single().place(drafter, optimizer, processes.Group(0, 1, "cpu"), rows=1)
 
 
 def engine(dtype: str = "float32", batch: int = 4, prefill_tokens: int = 0, max_length: int = 512,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import make_small, small, suits, uneven
+from tiny import make_small, placed, small, suits, uneven
 
 from trainer.architectures.base import Drafter
 from trainer.data.packing import collate
@@ -266,7 +267,7 @@ def test_a_step_with_a_row_without_supervision_is_that_of_the_other_row(name: st
     empty, found = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask)), []
     for rows in ([batch], [empty, batch], [batch, empty]):
         drafter = make(name, tiny_target)
-        [taken] = fit(drafter, torch.optim.SGD(drafter.parameters(), lr=1.0), rows.__getitem__,
+        [taken] = fit(placed(drafter, partial(torch.optim.SGD, lr=1.0)), rows.__getitem__,
                       replace(STEP, accumulate=len(rows)), 0)
         found.append((taken.grad_norm, taken.totals["loss"], [each.clone() for each in drafter.parameters()]))
     for norm, loss, parameters in found[1:]:
@@ -285,7 +286,7 @@ def test_a_step_of_unequal_rows_has_one_denominator(name: str, tiny_target: Targ
     for chosen in ([packed], rows):
         drafter = uneven(make(name, tiny_target, anchors=200))
         before = [each.detach().clone() for each in drafter.parameters()]
-        [taken] = fit(drafter, torch.optim.SGD(drafter.parameters(), lr=1.0), chosen.__getitem__,
+        [taken] = fit(placed(drafter, partial(torch.optim.SGD, lr=1.0)), chosen.__getitem__,
                       replace(STEP, accumulate=len(chosen)), 0)
         steps = [old - new.detach() for old, new in zip(before, drafter.parameters(), strict=True)]
         found.append((taken.totals["loss"], taken.grad_norm, torch.cat([each.flatten() for each in steps])))
@@ -308,7 +309,7 @@ def test_small_steps_are_not_lost_in_half_precision(name: str, tiny_target: Targ
             gradients.extend(None if each is None else each.clone() for each in found)
             super().step(*given)
 
-    [_] = fit(drafter, Watched(drafter.parameters(), lr=1e-4, weight_decay=0.0), [batch].__getitem__,
+    [_] = fit(placed(drafter, partial(Watched, lr=1e-4, weight_decay=0.0)), [batch].__getitem__,
               replace(STEP, precision="bfloat16"), 0)
     moved = 0
     for parameter, old, gradient in zip(drafter.parameters(), before, gradients, strict=True):

@@ -22,7 +22,7 @@ def samples_of(answers: list[list[int]]) -> list[Sample]:
             for number, answer in enumerate(answers)]
 
 
-@given(TOKENS, st.integers(3, 30), st.sets(st.integers(0, 29), max_size=3), st.randoms())
+@given(TOKENS, st.integers(4, 30), st.sets(st.integers(0, 29), max_size=3), st.randoms())
 def test_the_same_tokens_give_the_same_vocabulary_in_any_order(answers: list[list[int]], size: int,
                                                                forced: set[int],
                                                                order: random.Random) -> None:
@@ -32,7 +32,7 @@ def test_the_same_tokens_give_the_same_vocabulary_in_any_order(answers: list[lis
     assert len(ids) == size and forced <= set(ids.tolist()) and bool((ids.diff() > 0).all())
 
 
-@given(TOKENS, st.integers(3, 30), st.sets(st.integers(0, 29), max_size=3))
+@given(TOKENS, st.integers(4, 30), st.sets(st.integers(0, 29), max_size=3))
 def test_no_other_vocabulary_of_the_size_covers_more(answers: list[list[int]], size: int,
                                                      forced: set[int]) -> None:
     counts = count_tokens(samples_of(answers), 30)

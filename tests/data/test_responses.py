@@ -16,10 +16,11 @@ from trainer.data.own_prompts import OwnPrompts
 from trainer.data.prompts import Jsonl, Prompts, read_prompts
 from trainer.data.response_rows import GroupFile
 from trainer.data.responses import AsGiven, More, Regenerate, Stored, read_samples
+from trainer.data.slices import of_sample
 from trainer.engines.base import Group
 from trainer.engines.transformers import TransformersEngine
 from trainer.errors import UserError
-from trainer.records import Completion, Sampling
+from trainer.records import UNKNOWN, Completion, Sampling
 from trainer.target import Target
 
 NO_OWN = OwnPrompts(0, 64, 1.0, 0.9)
@@ -64,6 +65,18 @@ def test_the_record_counts_cut_and_empty_answers(talkative: Target, tmp_path: Pa
     assert all(len(ends[name]) == 12 for name in cut)
     assert record["supervised"] == sum(map(len, ends.values()))
     assert record["tokens"] == record["supervised"] + sum(len(row["prompt"]) for row in rows)
+
+
+def test_the_thinking_mode_of_a_conversation_goes_along(talkative: Target, tmp_path: Path) -> None:
+    rows = [{"id": "a", "turns": ["one"], "chat_template_kwargs": {"enable_thinking": True}},
+            {"id": "b", "turns": ["two"]}]
+    told = replace(talkative, template={"enable_thinking": False})
+    modes = []
+    for name, target in (("plain", talkative), ("told", told)):
+        ask(target, prompts(tmp_path / name, rows), tmp_path / f"{name} answers")
+        samples = read_samples(tmp_path / f"{name} answers", "train")
+        modes.append({of_sample(each)["thinking"] for each in samples})
+    assert modes == [{"on", UNKNOWN}, {"on", "off"}]
 
 
 def test_stored_ids_are_those_that_went_in_and_came_out(talkative: Target, tmp_path: Path) -> None:

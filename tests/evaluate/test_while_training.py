@@ -122,7 +122,9 @@ def test_sampled_answers_make_no_gap(tiny_target: Target, able: DFlash, tmp_path
 class OtherLayers(DFlash):
     def export(self) -> Exported:
         found = super().export()
-        found.flavours["speculators"]["aux_hidden_state_layer_ids"] = [layer + 1 for layer in self.tap_layers]
+        other = [layer + 1 for layer in self.tap_layers]
+        found.flavours["native"]["eagle_aux_hidden_state_layer_ids"] = other
+        found.flavours["native"]["dflash_config"]["target_layer_ids"] = [layer - 1 for layer in other]
         return found
 
 
@@ -136,7 +138,7 @@ class OtherRope(DFlash):
 class OtherMask(DFlash):
     def export(self) -> Exported:
         found = super().export()
-        found.flavours["speculators"]["mask_token_id"] = 65
+        found.flavours["native"]["dflash_config"]["mask_token_id"] = 65
         return found
 
 

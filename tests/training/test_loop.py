@@ -11,20 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import dflash, random_samples, states_of, uneven
+from tiny import dflash, placed, random_samples, states_of, uneven
 from torch import Tensor, nn
 
 from trainer.architectures.base import Drafter, Exported
 from trainer.data.packing import collate
 from trainer.errors import UserError
 from trainer.records import Batch, Ratio, Step
-from trainer.strategies.base import Placed
-from trainer.strategies.process import Group
-from trainer.strategies.single import Single
 from trainer.target import Target
 from trainer.training.loop import Pace, Taken, fit, means
 from trainer.training.schedule import warmup_cosine
 
+SGD = partial(torch.optim.SGD, lr=1.0)
 STEADY = Pace(steps=1, accumulate=1, warmup=0.0, floor=1.0, clip=1e9, precision="float32")
 
 
@@ -59,12 +57,9 @@ def row(supervised: int, value: float, tokens: int = 100) -> Batch:
                  torch.arange(tokens), torch.full((tokens, 1), value), torch.zeros(tokens, 1), 0)
 
 
-def placed(drafter: Drafter, lr: float = 1.0) -> Placed:
-    return Single().place(drafter, partial(torch.optim.SGD, lr=lr), Group(0, 1, "cpu"), rows=1)
-
-
 def run(drafter: Drafter, rows: list[Batch], pace: Pace, start: int = 0, lr: float = 1.0) -> list[Taken]:
-    return list(fit(placed(drafter, lr), lambda number: rows[number % len(rows)], pace, start))
+    return list(fit(placed(drafter, partial(torch.optim.SGD, lr=lr)),
+                    lambda number: rows[number % len(rows)], pace, start))
 
 
 def test_a_step_of_two_rows_is_divided_once_by_all_its_tokens() -> None:
@@ -112,7 +107,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_step(value: float) -> None:
     taken = []
     with pytest.raises(UserError,
                        match=r"the loss \((nan|inf)\) .* is not finite at step 3; lower optimizer.lr"):
-        for each in fit(placed(drafter), rows.__getitem__, replace(STEADY, steps=3), 0):
+        for each in fit(placed(drafter, SGD), rows.__getitem__, replace(STEADY, steps=3), 0):
             taken.append(each.step)
     assert taken == [1, 2] and float(drafter.weight.detach()) == 0.5
 
@@ -168,7 +163,7 @@ def test_rows_are_asked_for_by_number() -> None:
         asked.append(number)
         return row(1, 0.0)
 
-    list(fit(placed(Given()), get, replace(STEADY, steps=5, accumulate=3), 3))
+    list(fit(placed(Given(), SGD), get, replace(STEADY, steps=5, accumulate=3), 3))
     assert asked == list(range(9, 15))
 
 

@@ -44,7 +44,7 @@ from trainer.training.stage import TrainRuntime
     ({"optimizer": partial(torch.optim.AdamW, lr=0.0)}, "moves nothing with optimizer.lr=0.0 and"),
     ({"clip": 1e-300}, "moves nothing with optimizer.lr=0.003 and train.clip=1e-300, so .* raise"),
     ({"drafter": make_dflash(attention="flex")}, "drafter.attention=flex has no backward pass"),
-    ({"drafter": make_dflash(draft_vocab_size=321)}, "draft_vocab_size=321 must lie between the 2 special"),
+    ({"drafter": make_dflash(draft_vocab_size=321)}, "draft_vocab_size=321 must lie between 3, as 2 special"),
     ({"drafter": make_dflash(start_layers=[0, 3])}, "start_layers names layer 3, but tiny has 3 layers"),
     ({"runtime": TrainRuntime("cuda:99", 1, Single(), 1, 1, 1, None)},
      "train.runtime.device=cuda:99, but PyTorch finds")])

@@ -2,7 +2,7 @@
 
 Serving meets more prompts than any file holds, and a drafter trained on few of them learns them by heart.
 What a chat model says in the user's place is close to what it was trained on and as varied as one likes
-(Magpie, X
+(Magpie, arXiv 2406.08464).
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from trainer.data.chat import Chat
 from trainer.data.own_prompts import OwnPrompts
 from trainer.data.prompts import read_prompts
 from trainer.data.response_rows import RESPONSES, Row, describe, read_rows, read_samples
+from trainer.data.slices import thinking
 from trainer.engines.base import TargetEngine
 from trainer.errors import UserError
 from trainer.pipeline import Stage
@@ -169,7 +170,8 @@ class Regenerate(Stage):
             if len(ids) >= self.engine.max_length:
                 continue  # only a later turn gets here: the history outgrew the limit, its earlier turns stay
             questions.append({"id": f"{prompt.id}#{turn}", "split": name, "category": prompt.category,
-                              "language": prompt.language, "prompt": ids})
+                              "language": prompt.language,
+                              "thinking": thinking({**chat.template, **prompt.template}), "prompt": ids})
         questions.sort(key=lambda row: (-len(row["prompt"]), row["id"]))
         return [questions[start:start + size] for start in range(0, len(questions), size)]
 
@@ -225,8 +227,9 @@ class AsGiven(Stage):
                     dropped.append(prompt.id)
                     continue
                 rows.append({"id": f"{prompt.id}#{number}", "split": name, "category": prompt.category,
-                             "language": prompt.language, "prompt": [], "tokens": ids, "mask": mask,
-                             "finish_reason": "given"})
+                             "language": prompt.language,
+                             "thinking": thinking({**chat.template, **prompt.template}), "prompt": [],
+                             "tokens": ids, "mask": mask, "finish_reason": "given"})
         if not rows:
             raise UserError(f"all {len(dropped)} conversations are longer than responses.max_length="
                             f"{self.max_length}; raise target.max_length, which sets it")

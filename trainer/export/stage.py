@@ -7,7 +7,6 @@ must give the same, and with the trained weights as they are, which shows what t
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
@@ -173,9 +172,7 @@ class Export(Stage):
         environment = cpu_build.own_environment()
         if environment is None or facts["needs_v2"]:
             return None
-        program = environment / "bin/vllm"
-        near = program.is_relative_to(Path.cwd())
-        return replace(self.cpu_server, program=os.path.relpath(program) if near else str(program))
+        return replace(self.cpu_server, program=str(environment / "bin/vllm"))
 
     def _calibrated(self, drafter: Drafter, responses: Path, source: HiddenStateSource) -> dict[str, Any]:
         found = calibrate(drafter, read_samples(responses, "heldout"), source, self.calibration_drafts)

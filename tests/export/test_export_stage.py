@@ -109,7 +109,6 @@ def test_where_set_up_made_a_build_for_cpus_its_line_is_told(
         monkeypatch: pytest.MonkeyPatch) -> None:
     made = stage(tiny_target)
     made.run(inputs, tmp_path)
-    monkeypatch.chdir(tmp_path)
     told = []
     for place in (tmp_path / "here", Path("/a b")):
         monkeypatch.setattr(cpu_build, "own_environment", lambda place=place: place)
@@ -118,8 +117,8 @@ def test_where_set_up_made_a_build_for_cpus_its_line_is_told(
         told += [line for line in capsys.readouterr().out.splitlines() if "CPU build" in line]
     here, there = told
     assert here.startswith("serve it with the CPU build of vLLM that is here: VLLM_CPU_KVCACHE_SPACE=2 "
-                           f"here/bin/vllm serve {tiny_target.folder} --dtype float32 --max-model-len 512 "
-                           "--no-enable-chunked-prefill --speculative-config ")
+                           f"{tmp_path}/here/bin/vllm serve {tiny_target.folder} --dtype float32 "
+                           "--max-model-len 512 --no-enable-chunked-prefill --speculative-config ")
     assert "=2 '/a b/bin/vllm' serve" in there
 
 

@@ -151,7 +151,7 @@ def test_a_run_that_goes_on_has_the_same_rates(tiny_target: Target) -> None:
     pace = replace(STEADY, steps=20, warmup=0.2, floor=0.1)
     whole = [taken.lr for taken in run(Given(), [row(1, 0.0)], pace, lr=0.3)]
     assert whole == pytest.approx([0.3 * warmup_cosine(step, 20, 0.2, 0.1) for step in range(20)])
-    alone = placed(Given(), 0.3)
+    alone = placed(Given(), partial(torch.optim.SGD, lr=0.3))
     later = [taken.lr for taken in fit(alone, lambda number: row(1, 0.0), pace, 13)]
     assert later == whole[13:] and alone.optimizer.param_groups[0]["lr"] == 0.3
 

@@ -25,10 +25,11 @@ from trainer.data.response_rows import read_rows
 from trainer.data.responses import AsGiven, More, Regenerate
 from trainer.engines.vllm_client import SpecCounters
 from trainer.errors import GateFailed, UserError
+from trainer.evaluate.agreement import agreement_gates
 from trainer.evaluate.decode import Verifying, decode
 from trainer.evaluate.rows import Tally, in_process, served
 from trainer.evaluate.serving import Measurement, acceptance
-from trainer.evaluate.stage import Evaluate, agreement_gates
+from trainer.evaluate.stage import Evaluate
 from trainer.export.formats import FORMATS, Serving
 from trainer.kernels.select import verify
 from trainer.records import Sample, Sampling

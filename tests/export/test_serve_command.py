@@ -293,6 +293,24 @@ def test_a_folder_of_ours_says_how_long_its_drafts_are(tmp_path: Path) -> None:
         replace(made, k=6).run({}, tmp_path)
 
 
+@pytest.mark.parametrize("lengths", [{"default_k": 2, "max_k": 3, "formats": ["stitched", "changes"]}, None])
+def test_a_target_with_its_drafter_inside_is_the_model(lengths: dict[str, Any] | None,
+                                                       tmp_path: Path) -> None:
+    """As exported, and as made by tools/apply_mtp.py, which says nothing of lengths."""
+    if lengths:
+        (tmp_path / "speculator.json").write_text(json.dumps({"method": "mtp", **lengths}))
+    made = stage("qwen3_5_27b", speculator=str(tmp_path), method="mtp", k=None if lengths else 2)
+    made = replace(made, drafter=partial(Mtp, steps=3))
+    (tmp_path / "mtp.json").write_text("{}")
+    found = parts(line(made, tmp_path / "out"))
+    assert found["model"] == str(tmp_path)
+    assert found["flags"]["--speculative-config"] == {"method": "mtp", "num_speculative_tokens": 2}
+    (tmp_path / "mtp.json").unlink()
+    if lengths:
+        with pytest.raises(UserError, match="the changes to the target alone.*with tools/apply_mtp"):
+            made.run({}, tmp_path)
+
+
 def test_a_draft_longer_than_the_published_one_is_remarked(tmp_path: Path,
                                                            capsys: pytest.CaptureFixture[str]) -> None:
     for k, remarked in ((16, True), (15, False), (None, False)):

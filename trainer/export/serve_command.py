@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal
 from trainer.errors import UserError
 from trainer.export.formats import FORMATS
 from trainer.export.serve_line import SCHEDULE, Place, draft_lengths, serve_line, speculation
+from trainer.export.stitched import RECORD, Changes
 from trainer.export.tuned import exported_facts, possible_lengths
 from trainer.pipeline import Stage
 from trainer.ranges import Count, Text
@@ -137,7 +138,9 @@ class ServeCommand(Stage):
                 model, own = self._trained(inputs["export"])
                 draft = own | {name: value for name, value in draft.items() if name not in OWN}
             elif self.speculator != "published":
-                draft |= {"method": method, "model": self.speculator} | self._own_lengths()
+                model, own = self._named(model)
+                draft.pop("model", None)  # the published one
+                draft |= {"method": method} | own
             draft[K] = self._k(draft)
             if self.k is not None:
                 draft.pop(SCHEDULE, None)  # of a tuned drafter: other lengths than the one that was asked for
@@ -178,14 +181,19 @@ class ServeCommand(Stage):
         model, drafter = FORMATS[form].served(folder / form, facts["target"])
         return str(model), speculation(facts["method"], drafter, draft_lengths(facts))
 
-    def _own_lengths(self) -> dict[str, Any]:
-        """What a folder of ours says of the lengths of its drafts; nothing where `speculator` is none."""
+    def _named(self, target: str) -> tuple[str, dict[str, Any]]:
+        """What a server loads as its model, and what the drafter that is named says of the draft."""
         folder = Path(self.speculator).expanduser()
-        if not (folder / "speculator.json").is_file():
-            return {}
-        facts = exported_facts(folder)
-        self._require_possible(facts, folder)
-        return draft_lengths(facts)
+        whole = (folder / RECORD).is_file()  # a target with its drafter inside
+        own: dict[str, Any] = {} if whole else {"model": self.speculator}
+        if (folder / "speculator.json").is_file():
+            facts = exported_facts(folder)
+            if Changes.name in facts.get("formats", ()) and not whole:
+                raise UserError(f"{folder} has the changes to the target alone, which no server loads; apply "
+                                "them with tools/apply_mtp.py, and name the folder that it makes")
+            self._require_possible(facts, folder)
+            own |= draft_lengths(facts)
+        return self.speculator if whole else target, own
 
     def _require_possible(self, facts: Mapping[str, Any], folder: Path) -> None:
         if self.k is not None and self.k not in (possible := possible_lengths(facts)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import pytest
 
 from trainer import pipeline
 from trainer._paths import Choices, Source, Sources, find, holder, unknown
+from trainer.architectures.mtp import Mtp
 from trainer.check import Configuration, check, locate, mismatch, unknown_arguments
 from trainer.compose import compose_configuration
 from trainer.errors import UserError
@@ -361,6 +363,12 @@ def test_the_recipes_of_the_project_are_right(recipe: str) -> None:
     configuration = compose_configuration([f"recipe={recipe}"], choices)
     assert check(configuration, choices.groups(), pipeline.Stage) == []
     assert pipeline.check(configuration.settings) == {}
+
+
+def test_a_recipe_that_a_drafter_s_needs_name_is_one_for_it() -> None:
+    [named] = re.findall(r"recipe=(\w+)", Mtp.needs)
+    node = compose_configuration([f"recipe={named}"], find()).settings["drafter"]
+    assert locate(node["_target_"]) is Mtp
 
 
 METHODS = ("eagle3", "dflash", "dflash2", "dspark", "mtp")

@@ -355,6 +355,16 @@ def test_a_draft_is_as_long_as_was_trained_at_most(name: str, tiny_target: Targe
     assert str(longest) in draft_problem(made, longest + 1) and draft_problem(made, shortest - 1)
 
 
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_draft_of_a_single_token_is_told_by_its_setting(name: str) -> None:
+    """Whatever the setting is called, and by which rule: nothing is said of blocks where there are none."""
+    setting = make_small(name).func.length_setting
+    [value] = [value for value in (1, 2) if make_small(name).func.longest_draft(
+        **make_small(name, **{setting: value}).keywords) == 1]
+    assert draft_problem(make_small(name, **{setting: value}), 2) == (
+        f"must be 1, the only draft with drafter.{setting}={value}, but is 2")
+
+
 @pytest.mark.parametrize("name", [name for name in DRAFTERS
                                   if "speculators" in make_small(name).func.formats])
 @pytest.mark.parametrize("damage", ["another size", "ids, not offsets", "no table", "no head",

@@ -153,7 +153,8 @@ def test_only_whole_blocks_are_served() -> None:
     drafter = make_small("dflash2", block_size=5)
     assert draft_problem(drafter, 4) is None
     assert {draft_problem(drafter, k) for k in (1, 3, 5)} == {
-        f"must be 4, since this drafter is served with whole blocks alone, but is {k}" for k in (1, 3, 5)}
+        f"must be 4, as a server drafts whole blocks alone (drafter.block_size=5), but is {k}"
+        for k in (1, 3, 5)}
 
 
 def test_groups_that_do_not_divide_the_hidden_size_are_said(target: Target) -> None:

@@ -297,7 +297,7 @@ class Remote(type(engine())):
 def test_settings_are_judged_before_the_run() -> None:
     assert acceptance(1, k=4).check(make_dflash()) == {}
     assert acceptance(1, k=5).check(make_dflash()) == {
-        "k": "must lie between 1 and 4, the longest draft of this drafter, but is 5"}
+        "k": "must lie between 1 and 4, the longest draft with drafter.block_size=5, but is 5"}
     assert acceptance(1, weights={"turns": {"first": 1}}).check(make_dflash()).keys() == {"weights.turns"}
     [(key, text)] = acceptance(None, weights={"turn": {"first": 1}}).check(make_dflash()).items()
     assert key == "weights" and "as train.acceptance.every is null" in text

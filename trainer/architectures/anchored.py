@@ -51,7 +51,6 @@ class Anchored(Drafter):
     first_anchor: int = 0  # first position of a document that can be an anchor
     geometry: dict[str, Any]  # of a drafter that `scales`
     rotary: Rotary
-    length_setting: str = "steps"  # the setting that `longest_draft` follows
 
     def __init__(self, context: DraftContext, tap_layers: Sequence[int], draft_vocab_size: int | None,
                  objective: Objective, anchors: int | None, loss_chunk: int,

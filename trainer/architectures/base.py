@@ -61,6 +61,8 @@ class Drafter(nn.Module, ABC):
     scales: bool = False         # whether it has rotary positions of its own, for `lengthened`
     estimates: bool = False      # whether `confidence` has something to say
     needs_v2: bool = False       # whether vLLM has the method in its Model Runner V2 alone
+    length_setting: str = "steps"  # the setting that `longest_draft` follows
+    needs: str = ""              # what a recipe sets for it besides the drafter, as the end of a sentence
 
     @abstractmethod
     def loss(self, batch: Batch) -> Step:

@@ -54,6 +54,9 @@ class Mtp(Anchored):
 
     method = "mtp"
     formats = ("stitched", "changes")
+    needs = ("an MTP module lives inside its target, which must bring one, or be a Llama or a Qwen2 that "
+             "gets a new one: take recipe=mtp_smollm2, or set what it sets (export.formats, evaluate.format, "
+             "drafter.start, and in target.tap_layers the target's last layer alone)")
     first_anchor = 1  # its pair has the state of the token before
 
     def __init__(self, context: DraftContext, steps: Count, anchors: Count | None, tap_layers: Layers,

@@ -211,9 +211,12 @@ def draft_problem(make: MakeDrafter, k: int, config: dict[str, Any] | None = Non
     shortest, longest = (ask(**make.keywords) for ask in (make.func.shortest_draft, make.func.longest_draft))
     if shortest <= k <= longest:
         return None if config is None else make.func.served_problem(config, k, **make.keywords)
-    if shortest == longest:
-        return f"must be {longest}, since this drafter is served with whole blocks alone, but is {k}"
-    return f"must lie between {shortest} and {longest}, the longest draft of this drafter, but is {k}"
+    setting = f"drafter.{make.func.length_setting}={make.keywords[make.func.length_setting]}"
+    if shortest > 1:
+        return f"must be {longest}, as a server drafts whole blocks alone ({setting}), but is {k}"
+    if longest == 1:
+        return f"must be 1, the only draft with {setting}, but is {k}"
+    return f"must lie between 1 and {longest}, the longest draft with {setting}, but is {k}"
 
 
 def require_drafts(make: MakeDrafter, target: Target, lengths: Mapping[str, int]) -> None:

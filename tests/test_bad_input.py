@@ -114,8 +114,8 @@ def test_no_work_for_a_server_that_cannot_start(home: Home, capfd: pytest.Captur
 
 SETTINGS = {
     "evaluate.k.1": ("evaluate.k=[3,9]",
-                     "must lie between 1 and 3, the longest draft of this drafter, but is 9"),
-    "export.default_k": ("export.default_k=4", "must lie between 1 and 3, the longest draft of this drafter"),
+                     "must lie between 1 and 3, the longest draft with drafter.block_size=4, but is 9"),
+    "export.default_k": ("export.default_k=4", "must lie between 1 and 3, the longest draft with drafter."),
     "evaluate.format": ("export.formats=[speculators] evaluate.format=native",
                         "must be one of export.formats (speculators), but is native"),
     "prompts.heldout": ("prompts.heldout=0",
@@ -196,6 +196,12 @@ CHECKED = {  # what is set, and a part of what is told
     "a start for a drafter that knows none": (
         "drafter=mtp drafter.start_from=x", "error: drafter.start_from (command line): unknown key; it "
         "belongs to drafter=dflash, dflash2, dspark, eagle3, gemma4_assistant, and not to drafter=mtp\n"),
+    "a module in a recipe for other drafters": (
+        "drafter=mtp", "error: export.formats (conf/export/vllm.yaml): must be among stitched, changes, the "
+        "formats of this drafter, but has speculators, native; an MTP module lives inside its target, which "
+        "must bring one, or be a Llama or a Qwen2 that gets a new one: take recipe=mtp_smollm2, or set "),
+    "a single drafted token": ("drafter=eagle3 drafter.steps=1", "export.default_k (recipes/smoke.yaml): "
+                               "must be 1, the only draft with drafter.steps=1, but is 2"),
     "more candidates than tokens": ("drafter=dflash2 export.default_k=3 drafter.selector_top_k=999",
                                     "must be at most"),
     "keys and values from a folder": (f"{GEMMA4} target=tiny_gemma4", "must be in_process, since the drafter "

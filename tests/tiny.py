@@ -115,12 +115,13 @@ def write_responses(folder: Path, samples: Sequence[Sample], heldout: int = 0) -
     return folder
 
 
-def finished_inputs(target: Target, folder: Path, samples: Sequence[Sample], heldout: int) -> dict[str, Path]:
-    """Finished stages `responses` and `hidden_states` of the samples, layers 1 and 2."""
+def finished_inputs(target: Target, folder: Path, samples: Sequence[Sample], heldout: int,
+                    layers: Sequence[int] = (1, 2)) -> dict[str, Path]:
+    """Finished stages `responses` and `hidden_states` of the samples."""
     states = folder / "hidden_states"
     states.mkdir(parents=True)
-    with ShardWriter(states, manifest_of(target, [1, 2]), shard_bytes=200_000) as writer:
-        for sample, state in zip(samples, states_of(target, samples, [1, 2]), strict=True):
+    with ShardWriter(states, manifest_of(target, layers), shard_bytes=200_000) as writer:
+        for sample, state in zip(samples, states_of(target, samples, layers), strict=True):
             writer.append(sample, state)
     return {"responses": write_responses(folder / "responses", samples, heldout), "hidden_states": states}
 

@@ -3,14 +3,17 @@
     python tools/apply_mtp.py CHANGES TARGET FOLDER
 
 CHANGES is the folder `changes` of a finished stage export (or a download of it), TARGET the complete
-checkpoint that the module was trained for, FOLDER is made. Files that stay as they are become hard links, or
-copies where FOLDER lies on another disk; TARGET is only read. `--other-weights` takes a target with the same
-layers whose files are not those that were trained with. Exit status: 0, or 2 with one sentence.
+checkpoint that the module was trained for, FOLDER is made: the same as the folder `stitched` of the export.
+Files that stay as they are become hard links, or copies where FOLDER lies on another disk; TARGET is only
+read, whole, and compared with what the module was trained for. `--other-weights` takes a target with the same
+layers whose files are not those that were trained with; `--unchecked` takes a folder of changes of an earlier
+version, which says no checksums. Exit status: 0, or 2 with one sentence.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import sys
@@ -23,38 +26,77 @@ from safetensors import SafetensorError  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from trainer import _folders  # noqa: E402
+from trainer import _folders, cpu_build  # noqa: E402
 from trainer.architectures.mtp import Mtp  # noqa: E402
 from trainer.architectures.mtp_layouts import layout_of, served_as  # noqa: E402
 from trainer.architectures.mtp_module import unlike  # noqa: E402
 from trainer.errors import UserError  # noqa: E402
+from trainer.export.base import told  # noqa: E402
+from trainer.export.card import Card  # noqa: E402
+from trainer.export.checksums import (  # noqa: E402
+    FILE,
+    Sums,
+    read_checksums,
+    require_own,
+    require_weights,
+)
 from trainer.export.formats import FORMATS  # noqa: E402
-from trainer.export.stitched import stitch  # noqa: E402
+from trainer.export.provenance import read_provenance, write_provenance  # noqa: E402
+from trainer.export.serve_line import cpu_server, draft_lengths  # noqa: E402
+from trainer.export.stitched import KEPT, Stitched, stitch  # noqa: E402
 from trainer.progress import exit_status  # noqa: E402
 from trainer.target import check_folder, folder_identity, text_part  # noqa: E402
 
 AGAIN = "give the folder changes of a finished stage export"
 RECORD = {"method": str, "steps": int, "config_changes": dict, "target_config": dict}
+FACTS = {"method": str, "needs_v2": bool, "max_k": int, "default_k": int, "target": str,
+         "target_identity": str, "template_hash": str, "trained_modes": list}  # of speculator.json
+OTHER = "say --other-weights, and expect fewer accepted tokens"
 
 
-def contents(changes: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json of the changes, and their tensors; UserError for a folder of anything else."""
-    path = changes / "config.json"
-    record = _folders.read_object(path, AGAIN)
-    wrong = [f"{key} {record.get(key)!r}" for key, kind in RECORD.items()
-             if type(record.get(key)) is not kind]
-    if not wrong and (record["method"] != Mtp.method or record["steps"] < 1):
-        wrong = [f"method {record['method']!r} and steps {record['steps']}"]
-    if wrong:
-        raise UserError(f"{changes} is no folder of changes: its config.json says {wrong[0]}; {AGAIN}")
+def described(changes: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """config.json and speculator.json of the changes; UserError for a folder of anything else."""
+    record = _of_kinds(changes, "config.json", RECORD)
+    if record["method"] != Mtp.method or record["steps"] < 1:
+        raise UserError(_none(changes, "config.json",
+                              f"method {record['method']!r} and steps {record['steps']}"))
+    return record, _of_kinds(changes, "speculator.json", FACTS)
+
+
+def _of_kinds(changes: Path, name: str, kinds: dict[str, type]) -> dict[str, Any]:
+    found = _folders.read_object(changes / name, AGAIN)
+    for key, kind in kinds.items():
+        if type(found.get(key)) is not kind:
+            raise UserError(_none(changes, name, f"{key} {found.get(key)!r}"))
+    return found
+
+
+def _none(changes: Path, name: str, says: str) -> str:
+    return f"{changes} is no folder of changes: its {name} says {says}; {AGAIN}"
+
+
+def trained(changes: Path, known: tuple[Sums, Sums] | None) -> dict[str, Tensor]:
+    """The tensors of the changes; UserError unless they are as they were exported, where that is known."""
+    if known is not None:
+        require_own(changes, known[0], "copy or download the folder again, or export the module again")
     try:
-        return record, load_file(changes / "model.safetensors")
+        return load_file(changes / "model.safetensors")
     except (OSError, SafetensorError) as error:
         raise UserError(f"{changes / 'model.safetensors'} cannot be read ({error}); {AGAIN}") from error
 
 
-def require_target(changes: Path, target: Path, record: dict[str, Any], other_weights: bool) -> None:
-    """Raises unless the target is, by its config.json and its identity, one for the module."""
+def require_checksums(changes: Path, unchecked: bool) -> tuple[Sums, Sums] | None:
+    known = read_checksums(changes, AGAIN)
+    if known is None and not unchecked:
+        raise UserError(f"{changes} has no {FILE}, as an earlier version exported it, so that nobody sees "
+                        "whether its tensors or the target's weights were changed or torn; remove the folder "
+                        "of the stage export and run its command again, or say --unchecked")
+    return known
+
+
+def require_target(changes: Path, target: Path, record: dict[str, Any], facts: dict[str, Any],
+                   other_weights: bool) -> str:
+    """The target's identity; raises unless it is, by its config.json and that, one for the module."""
     check_folder(target)
     config = text_part(_folders.read_object(target / "config.json", "fetch it again"))
     expected = record["target_config"]
@@ -74,14 +116,12 @@ def require_target(changes: Path, target: Path, record: dict[str, Any], other_we
     if problem := Mtp.served_problem(config, record["steps"]):
         raise UserError(f"steps {record['steps']} in config.json of {changes} {problem}; train the module "
                         "for such a draft length")
-    facts = changes / "speculator.json"
-    if not facts.is_file():
-        return
-    identity, found = _folders.read_object(facts, AGAIN).get("target_identity"), folder_identity(target)
+    identity, found = facts["target_identity"], folder_identity(target)
     if identity != found and not other_weights:
         raise UserError(f"{target} (identity {found}) is not the target that the module in {changes} was "
                         f"trained for ({identity}): its weights, tokenizer or template differ; take that "
-                        "one, or say --other-weights, and expect fewer accepted tokens")
+                        f"one, or {OTHER}")
+    return found
 
 
 def require_free(folder: Path, changes: Path, target: Path) -> Path:
@@ -98,15 +138,29 @@ def require_free(folder: Path, changes: Path, target: Path) -> Path:
     return partial
 
 
-def apply(changes: Path, target: Path, folder: Path, other_weights: bool) -> dict[str, str]:
-    """Makes the folder; commands that serve it. UserError for anything to mend."""
+def describe(folder: Path, changes: Path, facts: dict[str, Any]) -> None:
+    """What the folder says of itself beside its weights: the same as that of the export."""
+    made = read_provenance(changes)
+    (folder / "speculator.json").write_text(json.dumps(facts, indent=1) + "\n")
+    if made:
+        write_provenance(folder, made)
+    name = facts.get("model") or Path(facts["target"]).name  # earlier versions did not say it
+    (folder / "README.md").write_text(Card(Stitched.name, facts, name, made).text())
+
+
+def apply(changes: Path, target: Path, folder: Path, other_weights: bool, unchecked: bool) -> list[str]:
+    """Makes the folder; how it is served, in lines. UserError for anything to mend."""
     folder = Path(os.path.abspath(folder))
     partial = require_free(folder, changes, target)
-    record, tensors = contents(changes)
-    require_target(changes, target, record, other_weights)
-    del record["target_config"]
+    record, facts = described(changes)
+    known = require_checksums(changes, unchecked)
+    tensors = trained(changes, known)
+    facts["target_identity"] = require_target(changes, target, record, facts, other_weights)
+    if known is not None and not other_weights:
+        require_weights(target, known[1], f"fetch the target again, or {OTHER}")
     try:
-        stitch(target, partial, tensors, {**record, "tensors": sorted(tensors)})
+        stitch(target, partial, tensors, {**{key: record[key] for key in KEPT}, "tensors": sorted(tensors)})
+        describe(partial, changes, facts)
         _folders.settle(partial)
         partial.rename(folder)
     except (OSError, SafetensorError) as error:
@@ -114,8 +168,8 @@ def apply(changes: Path, target: Path, folder: Path, other_weights: bool) -> dic
                         "space") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return FORMATS["stitched"].commands(record["method"], folder, str(target),
-                                        {"num_speculative_tokens": record["steps"]})
+    return told(FORMATS["stitched"].commands(facts["method"], folder, facts["target"], draft_lengths(facts),
+                                             cpu_build.here(cpu_server(facts))), facts)
 
 
 def main() -> int:
@@ -123,10 +177,11 @@ def main() -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("changes", "target", "folder"):
         parser.add_argument(name, type=Path)
-    parser.add_argument("--other-weights", action="store_true")
+    for name in ("--other-weights", "--unchecked"):
+        parser.add_argument(name, action="store_true")
     options = parser.parse_args()
-    commands = apply(options.changes, options.target, options.folder, options.other_weights)
-    print(f"serve it: {commands['vllm']}")
+    print("\n".join(apply(options.changes, options.target, options.folder, options.other_weights,
+                          options.unchecked)))
     return 0
 
 

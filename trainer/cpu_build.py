@@ -5,7 +5,7 @@ Untold it takes 0.92 of the memory, and does not start where less is free.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,14 @@ class CpuServer:
 def room(kv_cache_gib: int) -> dict[str, str]:
     """Variables of a server that takes so much memory for keys and values, and no share of the machine's."""
     return {"VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib)}
+
+
+def here(server: CpuServer | None) -> CpuServer | None:
+    """The same with the program of the environment that set-up made; None without one."""
+    environment = own_environment()
+    if server is None or environment is None:
+        return None
+    return replace(server, program=str(environment / "bin/vllm"))
 
 
 def own_environment() -> Path | None:

@@ -103,7 +103,7 @@ def test_a_target_s_own_module_is_begun_with(target: Target, batch: Batch, tmp_p
     again = small(stitched(target, tmp_path / "whole", first), "mtp", start="own", anchors=None,
                   objective=first.objective)
     assert torch.equal(first.loss(batch).loss_sum, again.loss(batch).loss_sum)
-    with safe_open(tmp_path / "whole/model-mtp.safetensors", framework="pt") as file:
+    with safe_open(tmp_path / "whole/model-00002-of-00002.safetensors", framework="pt") as file:
         added = {*file.keys()}
     assert {name for name in added if name.startswith(PREFIX)} == {
         name for name in again.export().weights if name.startswith(PREFIX)}
@@ -215,10 +215,10 @@ def test_a_module_that_is_not_what_the_config_promises(target: Target, tmp_path:
     from safetensors.torch import load_file, save_file
 
     whole = stitched(target, tmp_path / "whole", make(target))
-    tensors = load_file(tmp_path / "whole/model-mtp.safetensors")
+    tensors = load_file(tmp_path / "whole/model-00002-of-00002.safetensors")
     spoil(tensors)
-    (tmp_path / "whole/model-mtp.safetensors").unlink()
-    save_file(tensors, tmp_path / "whole/model-mtp.safetensors")
+    (tmp_path / "whole/model-00002-of-00002.safetensors").unlink()
+    save_file(tensors, tmp_path / "whole/model-00002-of-00002.safetensors")
     if damage == "missing":
         (tmp_path / "whole/model.safetensors.index.json").unlink()
     with pytest.raises(UserError, match=text):

@@ -121,16 +121,30 @@ def test_drafts_cut_by_confidence_have_rows_of_their_own(tiny_target: Target, in
     assert record["lossless"] and record["accepted_length"] == rows[0]["mean_accepted_length"]
 
 
-def judged(evaluate: Evaluate, heldout: int = 6) -> dict[str, str]:
+def judged(evaluate: Evaluate, heldout: int = 6, formats: tuple[str, ...] = ("speculators",)
+           ) -> dict[str, str]:
     return evaluate.check({"prompts": Prompts(Jsonl("any"), None, heldout, 0.0, None, None),
-                           "export": SimpleNamespace(formats=["speculators"])})
+                           "export": SimpleNamespace(formats=[*formats])})
+
+
+def test_a_format_that_no_server_loads_is_measured_in_process_alone(tiny_target: Target) -> None:
+    settings = {"drafter": make_small("mtp"), "format": "changes"}
+    served = stage(tiny_target, **settings, server=small_server())
+    said = ("must be a format that a server loads (stitched), but is changes, the trained tensors alone, "
+            "which tools/apply_mtp.py puts into the target; set")
+    assert judged(served, formats=("stitched", "changes")) == {
+        "evaluate.format": f"{said} evaluate.format=stitched"}
+    assert judged(served, formats=("changes",)) == {
+        "evaluate.format": f"{said} export.formats=[stitched,changes] evaluate.format=stitched"}
+    assert judged(stage(tiny_target, **settings), formats=("changes",)) == {}
+    assert judged(replace(served, format="stitched"), formats=("stitched", "changes")) == {}
 
 
 def test_settings_that_need_each_other(tiny_target: Target) -> None:
     assert judged(stage(tiny_target, k=[4, 1])) == {}
+    longest = "must lie between 1 and 4, the longest draft with drafter.block_size=5, but is"
     assert judged(stage(tiny_target, k=[3, 5, 9])) == {
-        f"evaluate.k.{place}": f"must lie between 1 and 4, the longest draft of this drafter, but is {k}"
-        for place, k in ((1, 5), (2, 9))}
+        f"evaluate.k.{place}": f"{longest} {k}" for place, k in ((1, 5), (2, 9))}
     assert judged(stage(tiny_target, format="native")) == {
         "evaluate.format": "must be one of export.formats (speculators), but is native"}
     assert list(judged(stage(tiny_target), heldout=0)) == ["prompts.heldout"]

@@ -294,7 +294,7 @@ def judged(sweep: Sweep, heldout: int = 9) -> dict[str, str]:
 def test_settings_that_need_each_other(tiny_target: Target) -> None:
     assert judged(stage(tiny_target)) == {}
     assert judged(stage(tiny_target, k=[2, 5])) == {
-        "sweep.k.1": "must lie between 1 and 4, the longest draft of this drafter, but is 5"}
+        "sweep.k.1": "must lie between 1 and 4, the longest draft with drafter.block_size=5, but is 5"}
     assert judged(stage(tiny_target, users=[4, 8])) == {
         "sweep.users.1": "must be at most engine.max_num_seqs=4, the requests that the server decodes "
                          "together, but is 8"}
@@ -303,6 +303,11 @@ def test_settings_that_need_each_other(tiny_target: Target) -> None:
     assert list(judged(stage(tiny_target, server=small_server(url="http://a")))) == ["sweep.urls"]
     assert judged(stage(tiny_target, format="native")) == {
         "sweep.format": "must be one of export.formats (speculators), but is native"}
+    inside = {"drafter": make_small("mtp"), "format": "changes"}
+    changes = {"prompts": Prompts(Builtin(), None, 9, 0.0, None, None),
+               "export": SimpleNamespace(formats=["changes"])}
+    assert stage(tiny_target, **inside, urls=[]).check(changes)["sweep.format"].startswith(
+        "must be a format that a server loads (stitched), but is changes, ")
     assert list(judged(stage(tiny_target), heldout=0)) == ["prompts.heldout"]
     files = ["a/x.jsonl", "b/x.jsonl"]
     assert list(judged(stage(tiny_target, files=files), heldout=0)) == ["sweep.files"]

@@ -65,7 +65,7 @@ def test_the_folders_are_complete(tiny_target: Target, inputs: dict[str, Path], 
         facts = json.loads((out / form / "speculator.json").read_text())
         assert facts == {"method": "dflash", "needs_v2": False, "max_k": 7,
                          "possible_k": [1, 2, 3, 4, 5, 6, 7], "default_k": 3,
-                         "target": str(tiny_target.folder),
+                         "target": str(tiny_target.folder), "model": "tiny",
                          "target_identity": tiny_target.identity, "template_hash": tiny_target.template_hash,
                          "target_commit": None, "trained_modes": ["chat"], "trained_context": 30,
                          "cpu_server": {"dtype": "float32", "max_model_len": 512, "kv_cache_gib": 2,
@@ -178,7 +178,7 @@ def test_a_target_without_a_public_name_is_no_base_model(tiny_target: Target, in
 
 
 def test_a_draft_longer_than_the_block_is_refused_with_the_number(tiny_target: Target) -> None:
-    said = "must lie between 1 and 7, the longest draft of this drafter, but is"
+    said = "must lie between 1 and 7, the longest draft with drafter.block_size=8, but is"
     assert [stage(tiny_target, default_k=k).check({}) for k in (7, 1, 8)] == [
         {}, {}, {"export.default_k": f"{said} 8"}]
 

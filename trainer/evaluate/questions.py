@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from trainer.architectures.base import Drafter
 from trainer.data.chat import Chat
 from trainer.data.response_rows import mask_of, read_rows, read_samples
 from trainer.data.slices import Slices, of_prompt
 from trainer.data.splits import spread
 from trainer.errors import UserError
+from trainer.export.formats import FORMATS
 from trainer.records import Prompt
 
 
@@ -39,12 +41,20 @@ class Room:
     too_long: Literal["error", "drop"]
 
 
-def unready(reader: str, form: str, stages: Mapping[str, Any], otherwise: str | None) -> dict[str, str]:
+def unready(reader: str, form: str, stages: Mapping[str, Any], otherwise: str | None,
+            kind: type[Drafter] | None) -> dict[str, str]:
     """By key what keeps the stage `reader` from measuring the exported format `form` on held-out prompts;
-    `otherwise` is what else to do where none are held out, null where that does not matter."""
+    `otherwise` is what else to do where none are held out, null where that does not matter. `kind` is the
+    drafter that a server is to load in this format, null where none is started."""
     problems, formats = {}, stages["export"].formats
     if form not in formats:
         problems[f"{reader}.format"] = f"must be one of export.formats ({', '.join(formats)}), but is {form}"
+    elif kind is not None and not FORMATS[form].loaded:
+        loaded = [name for name in kind.formats if FORMATS[name].loaded]
+        missing = [] if {*loaded} & {*formats} else [f"export.formats=[{','.join([*loaded[:1], *formats])}]"]
+        problems[f"{reader}.format"] = (
+            f"must be a format that a server loads ({', '.join(loaded)}), but is {form}, "
+            f"{FORMATS[form].use}; set {' '.join([*missing, f'{reader}.format={loaded[0]}'])}")
     if otherwise and stages["prompts"].heldout == 0:
         problems["prompts.heldout"] = (f"must be at least 1, since {reader} measures on held-out prompts, "
                                        f"but is 0; or {otherwise}")

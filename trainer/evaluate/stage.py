@@ -85,7 +85,8 @@ class Evaluate(Stage):
         found = {f"evaluate.k.{place}": draft_problem(self.drafter, k) for place, k in enumerate(self.k)}
         problems = {key: text for key, text in found.items() if text is not None}
         problems |= {f"evaluate.{key}": text for key, text in mix.weights_problems(self.weights).items()}
-        problems |= unready("evaluate", self.format, stages, "leave evaluate and report out of run=")
+        problems |= unready("evaluate", self.format, stages, "leave evaluate and report out of run=",
+                            None if self.server is None else self.drafter.func)
         if self.sampling.temperature:
             problems["evaluate.sampling.temperature"] = (
                 f"must be 0, since drafts are verified against the target's greedy answers, but is "

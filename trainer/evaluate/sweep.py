@@ -73,7 +73,8 @@ class Sweep(Stage):
         found = {f"sweep.k.{place}": draft_problem(self.drafter, k) for place, k in enumerate(self.k or ())}
         problems = {key: text for key, text in found.items() if text is not None}
         problems |= unready("sweep", self.format, stages,
-                            None if self.files else "name files with prompts in sweep.files")
+                            None if self.files else "name files with prompts in sweep.files",
+                            None if self.urls else self.drafter.func)
         names = [Path(each).stem for each in self.files]
         if len({*names}) < len(names):
             problems["sweep.files"] = ("must differ in the names of the files, which name the kinds of "

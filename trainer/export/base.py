@@ -38,6 +38,10 @@ class Serving:
 class Format(ABC):
     name: str
     use: str  # whom it is for, as the end of a run says it
+    loaded: bool = True  # by a server, as it is
+    title: str = "Speculator for {target}"  # these two are the card's
+    about: str = ("A drafter for speculative decoding: the target checks every token that it drafts, so the "
+                  "text stays the target's own, and takes fewer of the target's steps.")
 
     @abstractmethod
     def config(self, exported: Exported, serving: Serving) -> dict[str, Any]: ...
@@ -71,6 +75,10 @@ class Format(ABC):
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         save_file(in_dtype(exported, dtype), folder / "model.safetensors", metadata={"format": "pt"})
 
+    def seal(self, folder: Path, serving: Serving) -> None:
+        """Adds to a folder that is to last what takes too long for one that is measured while training."""
+        return  # most have nothing of the kind
+
     def read(self, folder: Path) -> Exported:
         """The content of a folder inside a finished stage `export` as it lies on disk, tensors in float32."""
         try:
@@ -85,6 +93,18 @@ class Format(ABC):
 
     def weights(self, folder: Path) -> dict[str, Tensor]:
         return load_file(folder / "model.safetensors")
+
+
+def told(commands: Mapping[str, str], facts: Mapping[str, Any]) -> list[str]:
+    """What the end of a run, or of a tool, says of how the drafter with these facts is served."""
+    lines = [f"put it into the target: {commands['apply']}"] if "apply" in commands else []
+    lines.append(f"serve it: {commands['vllm']}")
+    if CPU_VLLM in commands:
+        lines.append(f"serve it with the CPU build of vLLM that is here: {commands[CPU_VLLM]}")
+    lines.append(f"with fused verification (see the README): {commands[FUSED_VLLM]}")
+    if not facts.get("speculate", True):
+        lines.append("serve it without a drafter, though: where it was measured, plain decoding was faster")
+    return lines
 
 
 def in_dtype(exported: Exported, dtype: torch.dtype) -> dict[str, Tensor]:

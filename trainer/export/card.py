@@ -45,14 +45,13 @@ class Card:
         return HUB_NAME.fullmatch(self.facts["target"]) is not None
 
     def _head(self) -> str:
-        facts = self.facts
+        facts, form = self.facts, FORMATS[self.form]
         tags = ["speculative-decoding", self.form, facts["method"]]
         base = [f"base_model: {facts['target']}"] if self.published else []
         return "\n".join(["---", *base, "library_name: vllm", f"license: {self.license}",
                           "pipeline_tag: text-generation", "tags:", *(f"- {tag}" for tag in tags), "---", "",
-                          f"# Speculator for {self.target_name} ({facts['method']})", "",
-                          "A drafter for speculative decoding: the target's text stays as it is, it only "
-                          "comes faster.", ""])
+                          f"# {form.title.format(target=self.target_name)} ({facts['method']})", "",
+                          form.about, ""])
 
     def _table(self) -> str:
         facts, stages = self.facts, self.provenance.get("stages", {})

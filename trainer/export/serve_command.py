@@ -173,7 +173,7 @@ class ServeCommand(Stage):
     def _trained(self, folder: Path) -> tuple[str, dict[str, Any]]:
         """What a server loads as its model, and the draft, of a finished `export`."""
         facts = json.loads((folder / "export.json").read_text())
-        form = next((form for form in facts["formats"] if form != "changes"), None)
+        form = next((form for form in facts["formats"] if FORMATS[form].loaded), None)
         if form is None:
             raise UserError(f"{folder} has the changes to the target alone, which no server loads; put "
                             "stitched among export.formats, or apply them with tools/apply_mtp.py")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -20,7 +20,7 @@ from trainer.architectures.base import Drafter
 from trainer.architectures.geometry import geometry, lengthened
 from trainer.data.responses import read_samples
 from trainer.errors import UserError
-from trainer.export.base import CPU_VLLM, FUSED_VLLM
+from trainer.export.base import told
 from trainer.export.beside import beside
 from trainer.export.calibration import calibrate
 from trainer.export.card import HUB_NAME, Card
@@ -83,7 +83,7 @@ class Export(Stage):
                     if form in kind.other_formats}
         if unknown := [form for form in self.formats if form not in possible]:
             found["export.formats"] = (f"must be among {', '.join(possible)}, the formats of this drafter, "
-                                       f"but has {', '.join(unknown)}")
+                                       f"but has {', '.join(unknown)}{kind.needs and f'; {kind.needs}'}")
         elif wrong := [f"has {form}, and {text}" for form, text in problems.items() if text]:
             found["export.formats"] = wrong[0]
         if self.max_context is not None and not kind.scales:
@@ -123,6 +123,7 @@ class Export(Stage):
         samples = read_samples(inputs["responses"], "train")
         facts = {"method": drafter.method, "needs_v2": drafter.needs_v2, "max_k": drafter.max_k,
                  "possible_k": self._possible(drafter.max_k), "default_k": self.default_k, "target": name,
+                 "model": self.target.name,
                  "target_identity": self.target.identity, "template_hash": self.target.template_hash,
                  "target_commit": self.target.source.commit, "trained_modes": self.trained_modes,
                  "trained_context": max(len(sample.tokens) for sample in samples), "formats": self.formats,
@@ -136,6 +137,7 @@ class Export(Stage):
                 facts["confidence"] = self._calibrated(drafter.rounded(dtype), inputs["responses"], source)
         for form in self.formats:
             FORMATS[form].write(out / form, exported, serving, dtype)
+            FORMATS[form].seal(out / form, serving)
             (out / form / "speculator.json").write_text(json.dumps(facts, indent=1) + "\n")
         gates = require(self._gates(drafter, probes, out, dtype))
         made = provenance(inputs, self.recipe, self.command, self.target.source.commit,
@@ -158,21 +160,9 @@ class Export(Stage):
             print(f"exported: {folder / form}, {FORMATS[form].use}")
         first = facts["formats"][0]
         commands = FORMATS[first].commands(facts["method"], folder.resolve() / first, facts["target"],
-                                           draft_lengths(facts), self._cpu_server_here(facts))
-        print(f"serve it: {commands['vllm']}", flush=True)
-        if CPU_VLLM in commands:
-            print(f"serve it with the CPU build of vLLM that is here: {commands[CPU_VLLM]}", flush=True)
-        print(f"with fused verification (see the README): {commands[FUSED_VLLM]}", flush=True)
-        if not facts.get("speculate", True):
-            print("serve it without a drafter, though: where it was measured, plain decoding was faster")
-
-    def _cpu_server_here(self, facts: Mapping[str, Any]) -> cpu_build.CpuServer | None:
-        """With the program of the environment that set-up made; None without one, and where it does not serve
-        the drafter."""
-        environment = cpu_build.own_environment()
-        if environment is None or facts["needs_v2"]:
-            return None
-        return replace(self.cpu_server, program=str(environment / "bin/vllm"))
+                                           draft_lengths(facts),
+                                           None if facts["needs_v2"] else cpu_build.here(self.cpu_server))
+        print("\n".join(told(commands, facts)), flush=True)
 
     def _calibrated(self, drafter: Drafter, responses: Path, source: HiddenStateSource) -> dict[str, Any]:
         found = calibrate(drafter, read_samples(responses, "heldout"), source, self.calibration_drafts)

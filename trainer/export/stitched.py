@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,13 @@ from trainer.architectures.tensors import differences
 from trainer.cpu_build import CpuServer
 from trainer.errors import UserError
 from trainer.export.base import Format, Serving, in_dtype
+from trainer.export.checksums import write_checksums
 from trainer.export.serve_line import Place
 from trainer.target import text_part
 from trainer.target_head import read_tensors, tensor_names, tensor_shapes
 
-RECORD, ADDED = "mtp.json", "model-mtp.safetensors"
+RECORD, ADDED, WHOLE = "mtp.json", "model-mtp.safetensors", "model.safetensors"
+KEPT = ("method", "steps", "config_changes")  # what both folders say of the module
 SMALL = (".json", ".jinja", ".model", ".txt", ".py", ".tiktoken")  # what a target has beside its weights
 OWN = ("README.md", "speculator.json", "provenance.json", "made.json", "config.json", INDEX,
        RECORD)  # not taken from it
@@ -39,6 +42,11 @@ OWN = ("README.md", "speculator.json", "provenance.json", "made.json", "config.j
 class Changes(Format):
     name = "changes"
     use = "the trained tensors alone, which tools/apply_mtp.py puts into the target"
+    loaded = False
+    title = "Module for {target}"
+    about = ("The trained tensors of a drafter for speculative decoding that lives inside its target (an MTP "
+             "module). No server loads this folder: `tools/apply_mtp.py` puts the tensors into a copy of the "
+             "target, which is served in the target's place.")
 
     def config(self, exported: Exported, serving: Serving) -> dict[str, Any]:
         return {**exported.flavours[self.name], "target": serving.target, "target_config": exported.geometry}
@@ -46,15 +54,25 @@ class Changes(Format):
     def parse(self, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         return config["target_config"], config
 
+    def seal(self, folder: Path, serving: Serving) -> None:
+        assert serving.folder is not None, "the target's weights are read"
+        write_checksums(folder, serving.folder)
+
     def commands(self, method: str, folder: Place, target: str, lengths: Mapping[str, Any],
                  cpu: CpuServer | None = None) -> dict[str, str]:
-        apply = f"python tools/apply_mtp.py {folder} FOLDER_OF_THE_TARGET NEW_FOLDER"
-        return {"apply": apply} | Stitched().commands(method, "NEW_FOLDER", target, lengths, cpu)
+        source = target if Path(target).is_absolute() else "FOLDER_OF_THE_TARGET"
+        words = ["python", "tools/apply_mtp.py", str(folder), source, "NEW_FOLDER"]
+        return {"apply": shlex.join(words)} | Stitched().commands(method, "NEW_FOLDER", target, lengths, cpu)
 
 
 class Stitched(Format):
     name = "stitched"
     use = "the complete target with the trained module inside"
+    title = "{target} with a drafter inside"
+    about = ("A whole model, and no drafter to be put beside one: all of the target, with a module for "
+             "speculative decoding (MTP) inside. Serve this folder in place of the target. The model checks "
+             "every token that its module drafts, so the text stays the target's own, and takes fewer of its "
+             "steps.")
 
     def config(self, exported: Exported, serving: Serving) -> dict[str, Any]:
         return {**exported.flavours[self.name], "tensors": sorted(exported.weights)}
@@ -87,9 +105,11 @@ def stitch(target: Path, folder: Path, tensors: dict[str, Tensor], record: dict[
     shutil.rmtree(folder, ignore_errors=True)  # of one that was killed: its links lead into the target
     folder.mkdir(parents=True)
     places = tensor_names(target)
+    added = {name: tensor for name, tensor in tensors.items() if name not in places}
+    names, new = shard_names({path.name for path in places.values()}, bool(added))
     changed = {places[name] for name in tensors if name in places}
     for path in {*places.values()} - changed:
-        link(path, folder / path.name)
+        link(path, folder / names[path.name])
     for path in sorted(target.rglob("*")):
         name = path.relative_to(target)
         hidden = any(part.startswith(".") for part in name.parts)
@@ -97,19 +117,30 @@ def stitch(target: Path, folder: Path, tensors: dict[str, Tensor], record: dict[
         if path.is_file() and small and not hidden and str(name) not in OWN:
             link(path, folder / name)
     for path in changed:
-        _rewrite(path, folder / path.name, tensors)
-    added = {name: tensor for name, tensor in tensors.items() if name not in places}
-    new = ADDED
-    while (folder / new).exists():  # a link to a shard of the target
-        new = f"more-{new}"
+        _rewrite(path, folder / names[path.name], tensors)
     if added:
         save_file(added, folder / new, metadata={"format": "pt"})
     if added or (target / INDEX).is_file():
-        _write_index(target, folder, {name: path.name for name, path in places.items()}
+        _write_index(target, folder, {name: names[path.name] for name, path in places.items()}
                      | dict.fromkeys(added, new))
     config = json.loads((target / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **record["config_changes"]}, indent=2) + "\n")
     (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+
+
+def shard_names(files: Collection[str], more: bool) -> tuple[dict[str, str], str]:
+    """What each of the target's `files` of weights is called in a stitched folder, and the file of tensors
+    that are `more` than the target has. Where there is a model.safetensors, transformers reads that one alone
+    and no index, so that beside others it gets another name, and all are numbered."""
+    new = ADDED
+    while new in files:
+        new = f"more-{new}"
+    every = [*sorted(files), *([new] if more else [])]
+    if WHOLE not in files or len(every) == 1:
+        return {name: name for name in files}, new
+    numbered = {name: f"model-{place:05}-of-{len(every):05}.safetensors"
+                for place, name in enumerate(every, 1)}
+    return numbered, numbered.get(new, new)
 
 
 def require_module(target: Path, tensors: dict[str, Tensor]) -> None:

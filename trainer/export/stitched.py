@@ -140,7 +140,7 @@ def shard_names(files: Collection[str], more: bool) -> tuple[dict[str, str], str
         return {name: name for name in files}, new
     numbered = {name: f"model-{place:05}-of-{len(every):05}.safetensors"
                 for place, name in enumerate(every, 1)}
-    return numbered, numbered.get(new, new)
+    return {name: numbered[name] for name in files}, numbered.get(new, new)
 
 
 def require_module(target: Path, tensors: dict[str, Tensor]) -> None:

@@ -250,10 +250,14 @@ class Rows:
     def weights(self, rows: Tensor, ids: Tensor) -> Tensor:
         """[n, m] float64: the target's chances times `total`, of ids [n, m] int64; padding has none."""
         logits = self.logits[rows[:, None], ids.clamp(0, self.size - 1)].float()
-        scaled, edge = logits / self.temperature[rows, None], self.edge[rows, None]
-        kept = (scaled > edge) | (scaled == edge) & (ids <= self.last[rows, None])
+        scaled = logits / self.temperature[rows, None]
         weights = (scaled - self.highest[rows, None]).double().exp_()
-        return weights.masked_fill_(~kept | (ids < 0) | (ids >= self.size), 0)
+        none = (ids < 0) | (ids >= self.size)
+        if self.nothing_filtered:  # small calls are what a step of few requests takes
+            return weights.nan_to_num_(0).masked_fill_(none, 0)
+        edge = self.edge[rows, None]
+        kept = (scaled > edge) | (scaled == edge) & (ids <= self.last[rows, None])
+        return weights.masked_fill_(~kept | none, 0)
 
     def chance(self, rows: Tensor) -> Tensor:
         """[n] float64: the target's chance of the rows' drafts; no draft has none."""

@@ -12,6 +12,7 @@ from browser import DESK, PHONE
 
 from trainer.data import report
 from trainer.data.prompts import FACTS
+from trainer.data.tally import Tally
 from trainer.target import Target
 
 ODD = "a<b>&c-" + "x" * 70  # a name that no line can break
@@ -38,7 +39,11 @@ def page(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
              "dropped": dropped}
     (folder / FACTS).write_text(json.dumps(facts))
     rows = [row(tiny_target, number, TEXTS[number % len(TEXTS)]) for number in range(12)]
-    report.write(folder, folder, rows, {"longer than target.max_length": [ODD, "short"]}, tiny_target)
+    score = {"rows": 12, "tokens": 99_000, "mean_log_likelihood": -1.5, "perplexity": 4.48, "warn_above": 3.0,
+             "rows_above": 7, "worst": [{"id": f"{ODD}{number}", "perplexity": 1e30} for number in range(5)]}
+    report.write(folder, folder, Tally.of(rows), {"longer than target.max_length": [ODD, "short"]},
+                 tiny_target, off_policy=score,
+                 calls={"own": 1, "other_arguments": 123_456, "recorded": 3, "dropped": 4})
     return folder / report.PAGE
 
 

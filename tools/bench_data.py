@@ -7,9 +7,9 @@
 PROMPTS is a JSONL file of prompts, or a folder of such files. From them N conversations of one to three turns
 are made, the same ones every time: questions are asked together, their words in another order, and answered
 with words of others. They go through the stages `prompts` (languages, repeated and nearly repeated texts) and
-`responses=as_given` (tokenised by the target's own template; target=smollm2 unless told), as in a run, and
-are then packed as training does it. A call that was stopped goes on where it was when it is repeated with the
-same folder; finished stages are taken as they are, and then their seconds are not counted.
+`responses=as_given` (tokenised by the target's own template, that of the default recipe unless told), as in
+a run, and are then packed as training does it. A call that was stopped goes on where it was when it is
+repeated with the same folder; finished stages are taken as they are, and then their seconds are not counted.
 
 Prints, behind what the stages say, one line of JSON: seconds of each part, conversations a second, the
 highest resident memory of the process and what it was before anything was read, what was left out with the
@@ -89,7 +89,7 @@ def run(path: Path, work: Path, settings: Sequence[str], seconds: dict[str, floa
     """The folders of the finished stages by name; `seconds` are noted, None for a stage that was there."""
     choices = find()
     configuration = compose_configuration([
-        "target=smollm2", "prompts=jsonl", f"prompts.source.path={path}", "responses=as_given",
+        "prompts=jsonl", f"prompts.source.path={path}", "prompts.limit=null", "responses=as_given",
         "responses.off_policy=null", f"run_root={work / 'runs'}", f"run=[{','.join(STAGES)}]", *settings],
         choices)
     if problems := check(configuration, choices.groups(), pipeline.Stage):
@@ -129,7 +129,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, metavar="FOLDER", help="kept, and gone on with; else a new one")
     parser.add_argument("--tokens", type=int, default=2048, help="of a packed row (2048)")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings, as of a run")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     before, seconds = resident(), dict[str, float | None]()
     found = questions(options.prompts)
     with ExitStack() as stack:

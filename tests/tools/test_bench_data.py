@@ -54,6 +54,11 @@ def call(tool: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
+def answers(work: Path) -> list[Path]:
+    """The folders of finished stages."""
+    return [path for path in (work / "runs/responses").iterdir() if (path / "stage.json").exists()]
+
+
 def test_a_conversation_depends_on_its_number_alone(tool: Any) -> None:
     found = [f"{number} b c d e" for number in range(30)]
     many = [*tool.conversations(found, 400)]
@@ -71,7 +76,7 @@ def test_it_measures_and_says_what_was_left_out(tool: Any, monkeypatch: pytest.M
     target = copied(tiny_target, tmp_path / "target")
     work = tmp_path / "work"
     found = call(tool, monkeypatch, capsys, target, source, work)
-    [folder] = (work / "runs/responses").iterdir()
+    [folder] = answers(work)
     samples = read_samples(folder, "train")
     assert (found["samples"], found["tokens"]) == (len(samples), sum(len(each.tokens) for each in samples))
     assert found["padding"] == round(1 - found["tokens"] / (2048 * found["packed_rows"]), 4)
@@ -106,7 +111,7 @@ def test_a_call_that_was_stopped_goes_on(tool: Any, monkeypatch: pytest.MonkeyPa
     found = call(tool, monkeypatch, capsys, target, source, tmp_path / "parts")
     assert len(seen) == len({*seen}) + 1, "none is tokenised twice but the one that was under way"
     assert found["tokens"] == whole["tokens"] and found["seconds"]["prompts"] is None
-    one, other = ([*(tmp_path / name / "runs/responses").iterdir()][0] for name in ("whole", "parts"))
+    [one], [other] = answers(tmp_path / "whole"), answers(tmp_path / "parts")
     assert (one / "responses.jsonl").read_bytes() == (other / "responses.jsonl").read_bytes()
 
 

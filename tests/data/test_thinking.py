@@ -28,9 +28,9 @@ MANY = [Prompt(f"p{number}", ("x",)) for number in range(2000)]
 
 
 def test_a_share_of_them_thinks() -> None:
-    for on in (0.0, 0.3, 1.0):
-        found = modes(replace(MIXED, on=on).told(MANY))
-        assert abs(found.get("on", 0) / 2000 - on) < 4 * (on * (1 - on) / 2000) ** 0.5 + 1e-9
+    for share in (0.0, 0.3, 1.0):
+        found = modes(replace(MIXED, share=share).told(MANY))
+        assert abs(found.get("on", 0) / 2000 - share) < 4 * (share * (1 - share) / 2000) ** 0.5 + 1e-9
         assert found.get("on", 0) + found.get("off", 0) == 2000
 
 
@@ -47,13 +47,13 @@ def test_seeds_and_shares_decide_it() -> None:
         return {prompt.id for prompt in told.told(MANY) if mode_of(prompt.template) == "on"}
 
     assert thinks(MIXED) != thinks(replace(MIXED, seed=6))
-    assert thinks(MIXED) < thinks(replace(MIXED, on=0.6)), "with a larger share more of them, and the same"
+    assert thinks(MIXED) < thinks(replace(MIXED, share=0.6)), "with a larger share more of them, and the same"
 
 
 @pytest.mark.parametrize("own", [{"enable_thinking": False}, {"thinking": True}, {"reasoning_effort": "low"}])
 def test_a_row_that_says_its_mode_keeps_it(own: dict[str, Any]) -> None:
     prompt = Prompt("a", ("x",), template=own)
-    assert replace(MIXED, on=1.0).of(prompt) == prompt
+    assert replace(MIXED, share=1.0).of(prompt) == prompt
 
 
 def test_a_template_that_does_not_read_the_argument_is_refused() -> None:

@@ -21,10 +21,10 @@ from trainer.records import Prompt
 
 @dataclass(frozen=True)
 class Thinking:
-    """`on` is the share of prompts that think: 1 all, 0 none. `argument` is what the chat template calls it.
+    """The `share` of prompts thinks: 1 all, 0 none. `argument` is what the chat template calls it.
     A row that says its own mode keeps it."""
 
-    on: Share
+    share: Share
     argument: Literal["enable_thinking", "thinking"]
     seed: Seed
 
@@ -49,7 +49,7 @@ class Thinking:
 
     def _thinks(self, name: str) -> bool:
         digest = hashlib.sha256(f"{self.seed}:thinking:{name}".encode()).digest()
-        return int.from_bytes(digest[:8]) < self.on * 2 ** 64
+        return int.from_bytes(digest[:8]) < self.share * 2 ** 64
 
 
 def modes(prompts: Iterable[Prompt]) -> dict[str, int]:

@@ -74,7 +74,8 @@ def test_numbers_are_those_of_the_rows(folders: dict[str, Path]) -> None:
     assert sum(each["tokens"] for each in data["tags"]["category"]) == data["tokens"]
     assert data["tags"]["category"][0]["name"] == "chat" and data["tags"]["category"][1]["rows"] == 1
     trained = [len(row["tokens"]) for row in rows if row["split"] == "train"]
-    assert [each["tokens"] for each in data["packing"]] == [256, 512, 1024, 2048]
+    shortest = next(1 << power for power in range(12) if 1 << power >= max(trained))
+    assert [each["tokens"] for each in data["packing"]] == [shortest << more for more in range(4)]
     for each in data["packing"]:
         assert each["padding"] == pytest.approx(1 - sum(trained) / (each["tokens"] * each["rows"]))
     assert data["packing"][-1]["rows"] == 1 and data["off_policy"] is None

@@ -95,10 +95,11 @@ def run(path: Path, work: Path, settings: Sequence[str], seconds: dict[str, floa
     if problems := check(configuration, choices.groups(), pipeline.Stage):
         raise UserError("; ".join(problems))
     for name in STAGES:
-        before = next(each for each in pipeline.plan(configuration.settings) if each.name == name)
+        [there] = [each.state == "reuse" for each in pipeline.plan(configuration.settings)
+                   if each.name == name]
         start = time.perf_counter()
         pipeline.run({**configuration.settings, "run": [name]})
-        seconds[name] = None if before.state == "reuse" else time.perf_counter() - start
+        seconds[name] = None if there else time.perf_counter() - start
     return {each.name: each.folder for each in pipeline.plan(configuration.settings)}
 
 

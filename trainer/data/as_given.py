@@ -65,7 +65,8 @@ class AsGiven(Stage):
         count, some, lacking = 0, False, ""
         for prompt, _ in iterate_prompts(folder):
             count += 1
-            some = some or any(answer.strip() for answer in prompt.answers)
+            some = some or any(answer.strip() for answer in prompt.answers) or \
+                any(message.get("tool_calls") for message in prompt.messages)
             if len(prompt.answers) < len(prompt.turns):
                 lacking = lacking or (f"prompt {prompt.id} has {len(prompt.turns)} turns but "
                                       f"{len(prompt.answers)} answers")

@@ -253,6 +253,16 @@ def test_arguments_that_set_nothing() -> None:
         "train.lrr": "unknown key; nearest: train.lr"}
 
 
+def test_a_whole_node_may_stand_in_the_place_of_null() -> None:
+    raw = {"prompts": {"thinking": None, "limit": 3}}
+    whole = {"_target_": "a.b", "share": 0.5, "engine": {"batch": 1}}
+    assert unknown_arguments({"prompts.thinking": whole}, raw, []) == {}
+    assert unknown_arguments({"prompts.thinking.share": 0.5}, raw, []) == {
+        "prompts.thinking.share": "prompts.thinking is the value None and has no keys"}
+    assert unknown_arguments({"prompts.limit": {"a": 1}}, raw, []) == {
+        "prompts.limit.a": "prompts.limit is the value 3 and has no keys"}
+
+
 def test_unknown_without_a_neighbour_lists_what_there_is() -> None:
     assert unknown("a.zzz", ["one", "two"], {}) == "unknown key; a takes one, two"
     assert unknown("zzz", [], {}) == "unknown key; the configuration takes none"

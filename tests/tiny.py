@@ -19,6 +19,8 @@ from torch import Tensor
 from trainer.architectures import losses
 from trainer.architectures.base import Drafter
 from trainer.architectures.dflash import DFlash
+from trainer.data.own_prompts import OwnPrompts
+from trainer.data.responses import More, Regenerate
 from trainer.engines.base import Group, TargetEngine
 from trainer.engines.transformers import TransformersEngine, TransformersRuntime
 from trainer.errors import UserError
@@ -42,6 +44,14 @@ def placed(drafter: Drafter, optimizer: MakeOptimizer) -> Placed:
 def engine(dtype: str = "float32", batch: int = 4, prefill_tokens: int = 0, max_length: int = 512,
            kind: type[TransformersEngine] = TransformersEngine) -> TransformersEngine:
     return kind(dtype, batch, prefill_tokens, max_length, False, TransformersRuntime("cpu"))
+
+
+def regenerate(target: Target, computing: TargetEngine | None = None, **changes: Any) -> Regenerate:
+    """The stage as conf/responses has it, short and greedy."""
+    return Regenerate(**{"target": target, "engine": computing or engine(), "sampling_of": "settings",
+                         "sampling": Sampling(9, 0.0, 1.0, 0), "own": OwnPrompts(0, 64, 1.0, 0.9),
+                         "more": More(0, 0.8, 1.0), "calls": "recorded", "too_long": "error",
+                         "thinking": None, **changes})
 
 
 def interrupted(at: int) -> type[TransformersEngine]:

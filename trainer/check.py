@@ -64,6 +64,8 @@ def unknown_arguments(given: dict[str, Any], raw: dict[str, Any], groups: Collec
             parent = parent.rpartition(".")[0]
         found, rest = (at(raw, parent), key[len(parent) + 1:]) if parent else (raw, key)
         name, _, below = rest.partition(".")
+        if found is None and isinstance(given.get(parent), dict):
+            continue  # a whole node in the place of null, which is checked as any other
         if isinstance(found, str) and found.startswith("${"):
             problems[key] = f"{parent} is {found}; set {found[2:-1]}.{rest} instead"
         elif not isinstance(found, dict):

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from torch import Tensor
 
-from trainer.ranges import Above, AtMost, Count, Device, NotNegative, Seed
+from trainer.ranges import Above, Amount, AtMost, Count, Device, NotNegative, Positive, Seed, Share
 
 UNKNOWN = "unknown"  # a language or a thinking mode that nothing says
 
@@ -37,12 +37,17 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the target answers. `temperature` 0 is greedy; a request's seed comes from `seed` and its id."""
+    """How the target answers. `temperature` 0 is greedy; a request's seed comes from `seed` and its id. The
+    `top_k` likeliest tokens are drawn from (0: all), of those none that is less than `min_p` times as likely
+    as the first; what was there before is less likely by the `repetition_penalty`, 1 for none."""
 
     max_new_tokens: Count
     temperature: NotNegative
     top_p: Annotated[float, Above(0), AtMost(1)]
     seed: Seed
+    top_k: Amount = 0
+    min_p: Share = 0.0
+    repetition_penalty: Positive = 1.0
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,9 @@ IDENTITY_FILES = ("config.json", "generation_config.json", "tokenizer.json", "to
 MORE_FILES = ("vocab.json", "merges.txt", "added_tokens.json", "additional_chat_templates/*", "*.py")
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 OF_THE_WHOLE = ("quantization_config", "tie_word_embeddings")  # may stand beside a text part and hold for it
+SAMPLED = {"temperature": (0.0, 100.0), "top_p": (1e-6, 1.0), "top_k": (-1.0, 1e9), "min_p": (0.0, 1.0),
+           "repetition_penalty": (1e-3, 100.0)}  # in generation_config.json, with their bounds
+UNTOLD = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 BRACKETED = re.compile(r"<.+>|\[.+\]")
 
 
@@ -205,6 +208,25 @@ class Target:
         if self.tokenizer.eos_token_id is not None:
             found.append(self.tokenizer.eos_token_id)
         return tuple(dict.fromkeys(found))
+
+    @property
+    def generation(self) -> dict[str, float]:
+        """How a server samples from it that is told nothing: what its generation_config.json says, as vLLM
+        reads it (which has no regard to `do_sample`), and else temperature 1 and nothing left out."""
+        path = self.folder / "generation_config.json"
+        if not path.is_file():
+            raise UserError(f"the target's folder {self.folder} has no generation_config.json to sample by; "
+                            "set responses.sampling_of=settings and responses.sampling.*")
+        given, found = json_object(path), dict(UNTOLD)
+        for name, (least, most) in SAMPLED.items():
+            value = given.get(name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+                raise UserError(f"{path} says {name} {value!r}, expected a number from {least:g} to "
+                                f"{most:g}; mend it, or set responses.sampling_of=settings")
+            found[name] = value
+        return {**found, "top_k": int(max(0, found["top_k"]))}
 
     def unused_tokens(self) -> list[str | int]:
         """Suggestions for `mask_token`: rows beyond the tokenizer; else the newest added tokens or, where

@@ -12,6 +12,7 @@ from browser import DESK, PHONE
 
 from trainer.data import report
 from trainer.data.prompts import FACTS
+from trainer.data.tally import SAMPLES, Tally
 from trainer.target import Target
 
 ODD = "a<b>&c-" + "x" * 70  # a name that no line can break
@@ -38,7 +39,11 @@ def page(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
              "dropped": dropped}
     (folder / FACTS).write_text(json.dumps(facts))
     rows = [row(tiny_target, number, TEXTS[number % len(TEXTS)]) for number in range(12)]
-    report.write(folder, folder, rows, {"longer than target.max_length": [ODD, "short"]}, tiny_target)
+    score = {"rows": 12, "tokens": 99_000, "mean_log_likelihood": -1.5, "perplexity": 4.48, "warn_above": 3.0,
+             "rows_above": 7, "worst": [{"id": f"{ODD}{number}", "perplexity": 1e30} for number in range(5)]}
+    report.write(folder, folder, Tally.of(rows), {"longer than target.max_length": [ODD, "short"]},
+                 tiny_target, off_policy=score,
+                 calls={"own": 1, "other_arguments": 123_456, "recorded": 3, "dropped": 4})
     return folder / report.PAGE
 
 
@@ -47,9 +52,9 @@ def test_the_page_is_whole_and_readable(chromium: browser.Browser, page: Path, w
                                         dark: bool) -> None:
     browser.require_readable(chromium, page, width, dark)
     assert chromium.do("document.querySelectorAll('script').length") == 0, "a text is no part of the page"
-    assert chromium.do("document.querySelectorAll('section').length") == 5
+    assert chromium.do("document.querySelectorAll('section').length") == 8
     samples = chromium.do("[...document.querySelectorAll('pre.row')].map(each => each.textContent)")
-    assert len(samples) == report.SAMPLES and any(MARKUP in text for text in samples)
+    assert len(samples) == SAMPLES and any(MARKUP in text for text in samples)
     seen = chromium.do("""[...document.querySelectorAll('pre.row')].map(each =>
         [each.clientHeight, each.scrollWidth - each.clientWidth])""")
     assert all(height <= 420 and beyond <= 0 for height, beyond in seen), "long rows scroll, wide ones break"
@@ -61,4 +66,4 @@ def test_supervised_tokens_differ_from_others_to_the_eye(chromium: browser.Brows
         colours = chromium.do("""[...document.querySelectorAll('pre.row')].map(each => {
             const said = each.querySelector('.good');
             return [getComputedStyle(each).color, getComputedStyle(said).color]; })""")
-        assert len(colours) == report.SAMPLES and all(given != learnt for given, learnt in colours)
+        assert len(colours) == SAMPLES and all(given != learnt for given, learnt in colours)

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from trainer.data.as_given import AsGiven
 from trainer.data.duplicates import Duplicates
 from trainer.data.prompts import Jsonl, Prompts
 from trainer.data.report import JSON, PAGE, gather
 from trainer.data.response_rows import read_rows
-from trainer.data.responses import AsGiven, Stored
+from trainer.data.responses import Stored
+from trainer.data.tally import Tally
 from trainer.target import Target
 
 LONG = "a question that is long enough to be near to another one, number {}"
@@ -35,8 +37,8 @@ def folders(tmp_path: Path, tiny_target: Target) -> dict[str, Path]:
     source.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in ROWS))
     prompts.mkdir()
     responses.mkdir()
-    Prompts(Jsonl(str(source)), 4, 1, 0.2, Duplicates(0.8), None).run({}, prompts)
-    AsGiven(tiny_target, 300).run({"prompts": prompts}, responses)
+    Prompts(Jsonl(str(source)), 4, 1, 0.2, Duplicates(0.8), None, None).run({}, prompts)
+    AsGiven(tiny_target, 300, None, None).run({"prompts": prompts}, responses)
     return {"prompts": prompts, "responses": responses}
 
 
@@ -71,6 +73,12 @@ def test_numbers_are_those_of_the_rows(folders: dict[str, Path]) -> None:
     assert data["languages"] == {"said": 1, "detected": 0, "unknown": 7}
     assert sum(each["tokens"] for each in data["tags"]["category"]) == data["tokens"]
     assert data["tags"]["category"][0]["name"] == "chat" and data["tags"]["category"][1]["rows"] == 1
+    trained = [len(row["tokens"]) for row in rows if row["split"] == "train"]
+    shortest = next(1 << power for power in range(12) if 1 << power >= max(trained))
+    assert [each["tokens"] for each in data["packing"]] == [shortest << more for more in range(4)]
+    for each in data["packing"]:
+        assert each["padding"] == pytest.approx(1 - sum(trained) / (each["tokens"] * each["rows"]))
+    assert data["packing"][-1]["rows"] == 1 and data["off_policy"] is None
 
 
 def test_three_rows_are_shown_as_they_are_learnt(folders: dict[str, Path], tiny_target: Target) -> None:
@@ -112,5 +120,6 @@ def test_answers_from_elsewhere_have_a_report_too(folders: dict[str, Path], tiny
 
 
 def test_no_rows_make_a_report_without_samples(tiny_target: Target) -> None:
-    found = gather(None, [], {}, tiny_target)
+    found = gather(None, Tally(), {}, tiny_target)
     assert found["rows"] == found["tokens"] == 0 and found["samples"] == [] and found["histogram"] == []
+    assert found["packing"] == []

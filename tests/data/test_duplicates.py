@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer.data import duplicates
 from trainer.data.duplicates import WIDTH, Duplicates, jaccard
 from trainer.data.splits import Dropped
 from trainer.records import Prompt
@@ -58,6 +61,37 @@ def test_the_system_text_must_be_near_too() -> None:
     assert len(kept(prompts("Where is my order?", "I want my money back.", system=rules))) == 2
     other = Prompt("q", (STORY.format(1),), "Antworte auf Deutsch, bitte.")
     assert kept([*prompts(STORY.format(1), system=rules), other]) == ["p0", "q"]
+
+
+def test_work_does_not_grow_as_the_square_of_texts_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of one family, half of which is their own: candidates of each other, and not near."""
+    draw, compared = random.Random(5), Counter[str]()
+    shared = "".join(draw.choice("abcdefghijklmnop") for _ in range(200))
+    texts = [shared + "".join(draw.choice("qrstuvwxyz") for _ in range(120)) for _ in range(300)]
+    one, other = (plain_jaccard(texts[number], texts[number + 1]) for number in (0, 1))
+    assert 0.4 < one < 0.6 and 0.4 < other < 0.6
+    exact = Duplicates._are_near
+
+    def counted(self: Duplicates, one: Prompt, other: Prompt) -> bool:
+        compared["pairs"] += 1
+        return exact(self, one, other)
+
+    monkeypatch.setattr(Duplicates, "_are_near", counted)
+    assert len(kept(prompts(*texts))) == 300 and compared["pairs"] < 300, "signatures tell them apart"
+    near = texts[7][:-3] + "abc"
+    assert kept(prompts(*texts, near)) == [f"p{number}" for number in range(300)]
+
+
+def test_of_a_crowd_the_first_are_compared_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are found where they share a smaller group."""
+    draw = random.Random(6)
+    shared = "".join(draw.choice("abcdefghijklmnop") for _ in range(200))
+    texts = [shared + "".join(draw.choice("qrstuvwxyz") for _ in range(120)) for _ in range(60)]
+    again = [text[:-2] + "ab" for text in texts]
+    monkeypatch.setattr(duplicates, "CROWD", 4)
+    found = kept(prompts(*texts, *again))
+    assert {f"p{number}" for number in range(60)} <= {*found}
+    assert len(found) < 60 + 20, "most are found, however small a crowd is"
 
 
 def test_short_texts_are_near_only_when_equal() -> None:

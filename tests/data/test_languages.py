@@ -60,7 +60,7 @@ def test_a_higher_confidence_tells_fewer() -> None:
 def stage(folder: Path, detection: Detection | None, *rows: dict) -> Prompts:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Prompts(Jsonl(str(path)), None, 1, 0.0, None, detection)
+    return Prompts(Jsonl(str(path)), None, 1, 0.0, None, detection, None)
 
 
 def test_only_rows_that_say_nothing_are_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiny import copied, engine, interrupted
+from tiny import copied, engine, interrupted, regenerate
 
 from trainer.data.chat import Chat, messages_of
 from trainer.data.own_prompts import OWN_PROMPTS, OwnPrompts
@@ -88,9 +88,9 @@ def stage(target: Target, folder: Path, own: OwnPrompts,
     out.mkdir()
     source.write_text("".join(json.dumps({"id": f"p{number}", "turns": ["x" * number + "?"]}) + "\n"
                               for number in range(4)))
-    Prompts(Jsonl(str(source)), None, 1, 0.0, None, None).run({}, out)
-    return Regenerate(target, engine(batch=3, max_length=max_length), Sampling(8, 0.0, 1.0, 5), own,
-                      More(1, 0.8, 1.0), "error"), {"prompts": out}
+    Prompts(Jsonl(str(source)), None, 1, 0.0, None, None, None).run({}, out)
+    return regenerate(target, engine(batch=3, max_length=max_length), sampling=Sampling(8, 0.0, 1.0, 5),
+                      own=own, more=More(1, 0.8, 1.0)), {"prompts": out}
 
 
 def test_they_are_answered_for_training_and_counted(talkative: Target, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.packing import collate, plan_epoch, require_fit, seed_of
+from trainer.data.packing import collate, dealt, padding, plan_epoch, require_fit, seed_of
 from trainer.errors import UserError
 from trainer.records import HiddenStates, Sample
 
@@ -31,6 +31,28 @@ def test_rows_are_well_filled() -> None:
     many = torch.randint(10, 400, (500,), generator=generator).tolist()
     rows = plan_epoch(many, 1024, seed=3, epoch=0)
     assert sum(many) / (1024 * len(rows)) > 0.93
+
+
+def test_padding_is_what_no_sample_fills() -> None:
+    assert padding([[0, 1], [2]], [3, 5, 4], 10) == pytest.approx(8 / 20)
+    assert padding([[0]], [7], 7) == 0 and padding([], [], 7) == 0
+
+
+@given(st.lists(st.integers(0, 500), min_size=1, max_size=24), st.integers(1, 6))
+def test_a_step_is_dealt_alike_and_evenly(loads: list[int], shares: int) -> None:
+    loads = loads[:len(loads) // shares * shares] or [1] * shares
+    found = dealt(loads, shares)
+    assert sorted(number for share in found for number in share) == list(range(len(loads)))
+    assert {len(share) for share in found} == {len(loads) // shares}
+    assert all(share == sorted(share) for share in found) and found == dealt(list(loads), shares)
+    sums = [sum(loads[number] for number in share) for share in found]
+    assert max(sums) - min(sums) <= max(loads), "nobody is ahead by more than a row"
+
+
+def test_rows_of_a_step_are_dealt_by_their_tokens() -> None:
+    assert dealt([100, 90, 10, 20], 2) == [[0, 2], [1, 3]]
+    assert dealt([5, 5, 5, 5], 2) == [[0, 2], [1, 3]], "as in turns, where all are the same"
+    assert dealt([1, 2, 3], 1) == [[0, 1, 2]] and dealt([1, 2, 3], 3) == [[2], [1], [0]]
 
 
 def test_the_order_follows_seed_and_epoch() -> None:

@@ -30,7 +30,7 @@ def run(source: Jsonl, folder: Path, limit: int | None = None, heldout: int = 0,
         duplicates: Duplicates | None = None) -> list[tuple[Prompt, str]]:
     out = folder / "out"
     out.mkdir(exist_ok=True)
-    record = Prompts(source, limit, heldout, max_bad_share, duplicates, None).run({}, out)
+    record = Prompts(source, limit, heldout, max_bad_share, duplicates, None, None).run({}, out)
     rows = read_prompts(out)
     assert (record["train"], record["heldout"]) == tuple(sum(name == part for _, name in rows)
                                                          for part in ("train", "heldout"))
@@ -168,7 +168,7 @@ def test_a_line_of_ten_megabytes_is_no_conversation(tmp_path: Path) -> None:
 
 def test_a_missing_file_is_named_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read .*give a JSONL file"):
-        Prompts(Jsonl(str(tmp_path / "none.jsonl")), None, 0, 0.0, None, None).external()
+        Prompts(Jsonl(str(tmp_path / "none.jsonl")), None, 0, 0.0, None, None, None).external()
 
 
 def test_keys_that_nothing_reads_are_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,7 +270,7 @@ def test_repeated_texts_are_counted_and_named(tmp_path: Path, capsys: pytest.Cap
         ("d", "two", None, "train"), ("e", "one", "Be brief.", "train"), ("f", "one", "", "heldout"))]
     out = tmp_path / "out"
     out.mkdir()
-    record = Prompts(write(tmp_path, *rows), None, 1, 0.0, None, None).run({}, out)
+    record = Prompts(write(tmp_path, *rows), None, 1, 0.0, None, None, None).run({}, out)
     kept = read_prompts(out)
     assert (names(kept, "train"), names(kept, "heldout")) == (["c", "d", "e"], ["b"])
     assert (record["repeated"], record["left_out"], record["left_out_ids"]) == (3, 2, ["a", "f"])
@@ -286,7 +286,7 @@ def test_the_built_in_prompts_have_a_split_of_their_own(tmp_path: Path) -> None:
 def test_the_built_in_prompts_come_through_as_they_are(tmp_path: Path,
                                                        capsys: pytest.CaptureFixture[str]) -> None:
     """A change here makes every recipe's answers anew."""
-    record = Prompts(Builtin(), None, 64, 0.0, None, None).run({}, tmp_path)
+    record = Prompts(Builtin(), None, 64, 0.0, None, None, None).run({}, tmp_path)
     assert (record["train"], record["heldout"], record["repeated"], record["left_out"]) == (1338, 64, 0, 0)
     assert capsys.readouterr().out == ""
     digest = hashlib.sha256((tmp_path / "prompts.jsonl").read_bytes()).hexdigest()

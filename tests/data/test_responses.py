@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import copied, engine, interrupted
+from tiny import copied, engine, interrupted, regenerate
 
+from trainer.data.as_given import AsGiven
 from trainer.data.chat import Chat
-from trainer.data.own_prompts import OwnPrompts
 from trainer.data.prompts import Jsonl, Prompts, read_prompts
 from trainer.data.response_rows import GroupFile
-from trainer.data.responses import AsGiven, More, Regenerate, Stored, read_samples
+from trainer.data.responses import More, Stored, read_samples
 from trainer.data.slices import of_sample
 from trainer.engines.base import Group
 from trainer.engines.transformers import TransformersEngine
@@ -23,7 +23,6 @@ from trainer.errors import UserError
 from trainer.records import UNKNOWN, Completion, Sampling
 from trainer.target import Target
 
-NO_OWN = OwnPrompts(0, 64, 1.0, 0.9)
 TALKS = [{"id": f"p{number}", "turns": ["x" * number + "?", "and?"][:1 + (number == 2)], "category": "chat"}
          for number in range(9)]
 
@@ -40,7 +39,7 @@ def prompts(folder: Path, rows: list[dict[str, Any]], heldout: int = 0) -> dict[
     source, out = folder / "source.jsonl", folder / "prompts"
     out.mkdir(parents=True)
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    Prompts(Jsonl(str(source)), None, heldout, 0.0, None, None).run({}, out)
+    Prompts(Jsonl(str(source)), None, heldout, 0.0, None, None, None).run({}, out)
     return {"prompts": out}
 
 
@@ -48,8 +47,10 @@ def ask(target: Target, inputs: dict[str, Path], out: Path, tokens: int = 12, to
         temperature: float = 0.0, more: int = 0,
         **settings: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     out.mkdir(exist_ok=True)
-    stage = Regenerate(target, engine(**{"batch": 3, **settings}), Sampling(tokens, temperature, 1.0, 5),
-                       NO_OWN, More(more, 0.8, 1.0), too_long)
+    names = ("sampling_of", "calls", "thinking")
+    changes = {name: settings.pop(name) for name in names if name in settings}
+    stage = regenerate(target, engine(**{"batch": 3, **settings}), more=More(more, 0.8, 1.0),
+                       sampling=Sampling(tokens, temperature, 1.0, 5), too_long=too_long, **changes)
     record = stage.run(inputs, out)
     return record, [json.loads(line) for line in (out / "responses.jsonl").read_text().splitlines()]
 
@@ -87,7 +88,9 @@ def test_stored_ids_are_those_that_went_in_and_came_out(talkative: Target, tmp_p
     chat = Chat(talkative.tokenizer, {}, talkative.end_ids)
     said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "one"}]
     assert rows[0]["prompt"] == chat.prompt(said)
-    answer = talkative.tokenizer.decode(rows[0]["tokens"], skip_special_tokens=True)
+    ended = rows[0]["finish_reason"] == "stop"  # by a token that is no part of the text
+    answer = talkative.tokenizer.decode(rows[0]["tokens"][:len(rows[0]["tokens"]) - ended],
+                                        skip_special_tokens=True)
     said += [{"role": "assistant", "content": answer}, {"role": "user", "content": "two"}]
     assert rows[1]["prompt"] == chat.prompt(said), "a later turn follows the target's own answer"
     for sample, row in zip((first, second), rows, strict=True):
@@ -120,14 +123,14 @@ def test_further_answers_are_drawn_for_training_prompts_alone(tiny_target: Targe
 
 def test_the_longest_rows_count_further_answers(tiny_target: Target, tmp_path: Path) -> None:
     inputs = prompts(tmp_path, TALKS, heldout=2)
-    stage = Regenerate(tiny_target, engine(), Sampling(9, 0.0, 1.0, 0), NO_OWN, More(2, 0.8, 1.0), "error")
+    stage = regenerate(tiny_target, more=More(2, 0.8, 1.0))
     _, rows = ask(tiny_target, inputs, tmp_path / "out", more=2)
     assert {each.id for each in stage.longest(read_prompts(inputs["prompts"]))} == {row["id"] for row in rows}
 
 
 def test_an_id_that_a_further_answer_would_take_is_refused(tiny_target: Target, tmp_path: Path) -> None:
     inputs = prompts(tmp_path, [{"id": "a", "turns": ["x"]}, {"id": "a~1", "turns": ["y"]}])
-    stage = Regenerate(tiny_target, engine(), Sampling(9, 0.0, 1.0, 0), NO_OWN, More(1, 0.8, 1.0), "error")
+    stage = regenerate(tiny_target, more=More(1, 0.8, 1.0))
     with pytest.raises(UserError, match=r"prompt a~1 has the id that responses\.more\.answers gives"):
         stage.foresee(inputs)
 
@@ -232,8 +235,7 @@ def test_a_prompt_without_room_is_an_error_or_dropped_and_counted(talkative: Tar
     with pytest.raises(UserError,
                        match=r"prompt long has 1\d\d tokens, .* target_engine.max_length=80; .*=drop"):
         ask(talkative, inputs, tmp_path / "out", max_length=80)
-    stage = Regenerate(talkative, engine(max_length=80), Sampling(12, 0.0, 1.0, 5), NO_OWN, More(0, 0.8, 1.0),
-                       "error")
+    stage = regenerate(talkative, engine(max_length=80))
     with pytest.raises(UserError, match="prompt long has"):
         stage.foresee(inputs)
     replace(stage, too_long="drop").foresee(inputs)
@@ -257,7 +259,7 @@ def test_given_answers_are_kept_with_a_mask_from_the_template(tiny_target: Targe
                                 {"id": "c", "turns": ["y"], "answers": [""]}])
     out = tmp_path / "out"
     out.mkdir()
-    record = AsGiven(tiny_target, 90).run(inputs, out)
+    record = AsGiven(tiny_target, 90, None, None).run(inputs, out)
     given, empty = read_samples(out, "train")
     green = [token for token, flag in zip(given.tokens, given.loss_mask, strict=True) if flag]
     assert tiny_target.tokenizer.decode(green) == "first<|im_end|>second<|im_end|>"
@@ -265,27 +267,27 @@ def test_given_answers_are_kept_with_a_mask_from_the_template(tiny_target: Targe
     assert record["dropped_ids"] == ["b"] and record["empty_ids"] == ["c#0"] and record["rows"] == 2
     with pytest.raises(UserError, match="all 3 conversations are longer than responses.max_length=5; raise "
                                         "target.max_length"):
-        AsGiven(tiny_target, 5).run(inputs, out)
+        AsGiven(tiny_target, 5, None, None).run(inputs, out)
 
 
 def test_every_turn_needs_a_given_answer(tiny_target: Target, tmp_path: Path) -> None:
     inputs = prompts(tmp_path, [{"id": "a", "turns": ["one", "two"], "answers": ["first"]}])
     with pytest.raises(UserError, match="prompt a has 2 turns but 1 answers"):
-        AsGiven(tiny_target, 90).foresee(inputs)
+        AsGiven(tiny_target, 90, None, None).foresee(inputs)
 
 
 def test_given_answers_that_are_all_empty_are_refused(tiny_target: Target, tmp_path: Path) -> None:
     inputs = prompts(tmp_path, [{"id": "a", "turns": ["y"], "answers": [""]}, {"id": "b", "turns": ["z"]},
                                 {"id": "c", "turns": ["x"], "answers": [" "]}])
     with pytest.raises(UserError, match="the 3 prompts bring no answer that is not empty; responses="):
-        AsGiven(tiny_target, 90).run(inputs, tmp_path)
+        AsGiven(tiny_target, 90, None, None).run(inputs, tmp_path)
 
 
 def test_some_training_prompt_must_be_left(tiny_target: Target, tmp_path: Path) -> None:
     inputs = prompts(tmp_path, [{"turns": ["y" * 90], "answers": ["z"]},
                                 {"turns": ["y"], "answers": ["z"], "split": "heldout"}], heldout=1)
     with pytest.raises(UserError, match="no training prompt is left: 1 prompts are too long, and the rest"):
-        AsGiven(tiny_target, 90).run(inputs, tmp_path)
+        AsGiven(tiny_target, 90, None, None).run(inputs, tmp_path)
 
 
 def test_a_target_that_gives_nothing_to_learn_from_is_refused(tiny_target: Target, tmp_path: Path) -> None:
@@ -302,7 +304,7 @@ def test_only_what_happened_is_remarked(tiny_target: Target, talkative: Target, 
     inputs = prompts(tmp_path, [{"id": "[/b]:warning:", "turns": ["[/x] [red]:smile:"], "answers": ["[/y]"]}])
     out = tmp_path / "out"
     out.mkdir()
-    AsGiven(tiny_target, 200).run(inputs, out)
+    AsGiven(tiny_target, 200, None, None).run(inputs, out)
     shown = capsys.readouterr().out
     assert "[/b]:warning:#0, supervised tokens in green:\n" in shown and "[/x] [red]:smile:" in shown
     assert shown.splitlines()[-1].endswith("in 1 rows")
@@ -312,13 +314,11 @@ def test_only_what_happened_is_remarked(tiny_target: Target, talkative: Target, 
 
 
 def test_a_sequence_has_positions_in_the_target(tiny_target: Target) -> None:
-    sampling = Sampling(12, 0.0, 1.0, 5)
     with pytest.raises(UserError, match="target_engine.max_length=2049 is more than the 2048 positions"):
-        Regenerate(tiny_target, engine(max_length=2049), sampling, NO_OWN, More(0, 0.8, 1.0),
-                   "error").preflight()
+        regenerate(tiny_target, engine(max_length=2049)).preflight()
     with pytest.raises(UserError, match="target.max_length=3000 is more than"):
-        AsGiven(replace(tiny_target, max_length=3000), 3000).preflight()
-    Regenerate(tiny_target, engine(max_length=2048), sampling, NO_OWN, More(0, 0.8, 1.0), "error").preflight()
+        AsGiven(replace(tiny_target, max_length=3000), 3000, None, None).preflight()
+    regenerate(tiny_target, engine(max_length=2048)).preflight()
 
 
 LOOK = {"name": "look", "parameters": {"type": "object"}}
@@ -359,7 +359,7 @@ def test_given_answers_with_calls_are_one_row(handy: Target, tmp_path: Path) -> 
     inputs = prompts(tmp_path, [{"id": "a", "messages": ERRAND, "tools": [LOOK]}])
     out = tmp_path / "out"
     out.mkdir()
-    AsGiven(handy, 512).run(inputs, out)
+    AsGiven(handy, 512, None, None).run(inputs, out)
     [sample] = read_samples(out, "train")
     learnt = [token for token, flag in zip(sample.tokens, sample.loss_mask, strict=True) if flag]
     assert handy.tokenizer.decode(learnt) == '{"at": "sky"}<|im_end|>It rains.<|im_end|>Yes.<|im_end|>'

@@ -80,6 +80,9 @@ class Peer:
         answer: Body = {"model": self.name, "choices": [{
             "finish_reason": "length", "prompt_token_ids": body["prompt"],
             "token_ids": [token + 1 for token in body["prompt"]][:body["max_tokens"]]}]}
+        if body.get("prompt_logprobs") == 0:
+            answer["choices"][0]["prompt_logprobs"] = [None, *(
+                {str(token): {"logprob": -float(token), "rank": 1}} for token in body["prompt"][1:])]
         if not asked:
             return answer
         name = f"{told['reader']}{next(self.names):08x}{id(self):016x}.safetensors"

@@ -35,6 +35,7 @@ def test_each_does_its_own(tiny_target: Target) -> None:
         assert answers.model is not None and states.model is None, "what is not asked for is not loaded"
         given = list(split.hidden_states(PROMPTS, TAPS))
         logits, _ = split.session(TAPS).step(PROMPTS[0])
+        likely = list(split.likelihoods(PROMPTS))
     assert answers.model is None and states.model is None, "both are freed"
     with parts()[0].load(tiny_target.folder, (258,)) as alone:
         assert [each.tokens for each in answered] \
@@ -42,6 +43,7 @@ def test_each_does_its_own(tiny_target: Target) -> None:
     with parts()[1].load(tiny_target.folder, (258,)) as alone:
         for found, expected in zip(given, alone.hidden_states(PROMPTS, TAPS), strict=True):
             assert found.taps.dtype == torch.bfloat16 and torch.equal(found.taps, expected.taps)
+        assert likely == list(alone.likelihoods(PROMPTS))
         assert torch.equal(logits, alone.session(TAPS).step(PROMPTS[0])[0])
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +12,8 @@ import torch
 from tiny import engine, random_samples
 from transformers import AutoModelForCausalLM
 
-from trainer.engines.transformers import NUCLEUS, TransformersEngine, _nucleus
+from trainer.engines.drawing import NUCLEUS, generator, nucleus, pick, tokens_of
+from trainer.engines.transformers import TransformersEngine
 from trainer.errors import UserError
 from trainer.records import KeysValues, LastState, Sampling
 from trainer.target import Target
@@ -90,13 +93,73 @@ def test_samples_follow_the_filtered_distribution(tiny_target: Target, model: An
         assert abs(found[token] / count - expected) < 5 * deviation + 1 / count
 
 
+def filtered(logits: torch.Tensor, sampling: Sampling, seen: set[int]) -> dict[int, float]:
+    """The distribution that is drawn from, token by token as the definitions have it."""
+    values = {token: value / sampling.repetition_penalty if value > 0 else value * sampling.repetition_penalty
+              for token, value in enumerate(logits.tolist()) if token in seen}
+    values = {**dict(enumerate(logits.tolist())), **values}
+    shares = {token: math.exp(value / sampling.temperature) for token, value in values.items()}
+    best = max(shares.values())
+    kept = [token for token in sorted(shares, key=lambda each: -shares[each])
+            if shares[token] >= sampling.min_p * best][:sampling.top_k or None]
+    total = sum(shares[token] for token in kept)
+    found: dict[int, float] = {}
+    for token in kept:
+        if sum(found.values()) >= sampling.top_p:
+            break
+        found[token] = shares[token] / total
+    return {token: share / sum(found.values()) for token, share in found.items()}
+
+
+@pytest.mark.parametrize("changes", [
+    {"top_k": 5}, {"min_p": 0.3}, {"repetition_penalty": 1.4}, {"top_k": 1000, "min_p": 0.0},
+    {"top_k": 12, "min_p": 0.1, "top_p": 0.8, "repetition_penalty": 0.7}])
+def test_tokens_are_left_out_and_repeated_ones_made_less_likely(changes: dict[str, Any]) -> None:
+    count, drawing = 4000, torch.Generator().manual_seed(1)
+    logits = torch.randn(1, 30, generator=drawing, dtype=torch.float64) * 2
+    sampling, seen = replace(Sampling(1, 0.9, 1.0, 0), **changes), {3, 7, 11}
+    wanted = filtered(logits[0], sampling, seen if sampling.repetition_penalty != 1 else set())
+    known = tokens_of([[*seen]], logits).expand(count, -1) if sampling.repetition_penalty != 1 else None
+    drawn = [generator(0, str(each)) for each in range(count)]
+    found = Counter(pick(logits.expand(count, -1), sampling, drawn, known).tolist())
+    assert set(found) <= set(wanted)
+    for token, share in wanted.items():
+        assert abs(found[token] / count - share) < 5 * (share * (1 - share) / count) ** 0.5 + 1 / count
+
+
+def test_a_greedy_answer_repeats_less_with_a_penalty(tiny_target: Target, model: Any) -> None:
+    """As transformers' own loop has it; rows leave the batch at different times."""
+    how = Sampling(30, 0.0, 1.0, 0, repetition_penalty=1.3)
+    found = generate(tiny_target, PROMPTS, KEYS, how)
+    for prompt, (tokens, _) in zip(PROMPTS, found, strict=True):
+        with torch.inference_mode():
+            own = model.generate(torch.tensor([prompt]),
+                                 attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                                 max_new_tokens=30, do_sample=False, eos_token_id=list(ENDS), pad_token_id=0,
+                                 repetition_penalty=1.3)
+        assert tokens == tuple(own[0, len(prompt):].tolist())
+    assert found != generate(tiny_target, PROMPTS, KEYS, replace(how, repetition_penalty=1.0))
+
+
+def test_likelihoods_are_those_of_the_model(tiny_target: Target, model: Any) -> None:
+    with engine().load(tiny_target.folder, ENDS) as loaded:
+        found = [*loaded.likelihoods(iter(PROMPTS))]
+        with pytest.raises(UserError, match="a row has 512 tokens but target_engine.max_length is 512"):
+            next(loaded.likelihoods([[1] * 512]))
+    for row, own in zip(PROMPTS, found, strict=True):
+        with torch.inference_mode():
+            shares = model(torch.tensor([row])).logits[0].log_softmax(-1)
+        wanted = [float(shares[place, token]) for place, token in enumerate(row[1:])]
+        assert own == pytest.approx(wanted, abs=1e-4) and len(own) == len(row) - 1
+
+
 @pytest.mark.parametrize("spread", [(8.0, 8.0), (8.0, 0.01), (0.0, 8.0)])
 @pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999])
 def test_the_nucleus_of_a_large_vocabulary_is_that_of_sorting_all(spread: tuple[float, float],
                                                                   top_p: float) -> None:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(2, 4 * NUCLEUS, generator=generator, dtype=torch.float64) * torch.tensor([spread]).T
-    kept = _nucleus(logits, top_p)
+    kept = nucleus(logits, top_p)
     for row, found in zip(logits, kept, strict=True):
         shares, ids = row.softmax(-1).sort(descending=True, stable=True)
         size = int((shares.cumsum(-1) - shares < top_p).sum())

@@ -551,6 +551,31 @@ class TestAnswers:
         with engine(target, peer, answers=True, patience_s=30) as asked:
             assert len(asked.generate(ROWS, [str(row) for row in ROWS], self.SAMPLING)) == len(ROWS)
 
+    def test_likelihoods_in_order(self, target: Path, peer: Peer) -> None:
+        peer.act = lambda number, body: time.sleep(0.03 * (number % 3))
+        with engine(target, peer, answers=True) as asked:
+            found = [*asked.likelihoods(iter(ROWS))]
+        assert found == [[-float(token) for token in row[1:]] for row in ROWS]
+        assert all(body["max_tokens"] == 1 and body["prompt_logprobs"] == 0 for body in peer.seen)
+
+    @pytest.mark.parametrize("given", [None, [None], [None, {"1": {}}, {"2": {}}], [None, None, None],
+                                       [None, {"7": {"logprob": 0.0}}, {"8": {"logprob": 0.0}}]])
+    def test_likelihoods_that_are_none(self, target: Path, peer: Peer, given: Any) -> None:
+        peer.change = put_choice(prompt_logprobs=given)
+        with engine(target, peer, answers=True) as asked, \
+                pytest.raises(UserError, match="did not tell how likely the tokens of request 0 are"):
+            [*asked.likelihoods(ROWS[:1])]
+
+    def test_all_of_the_sampling_is_said(self, target: Path, peer: Peer) -> None:
+        """What is not, a server takes from the model's own file."""
+        how = Sampling(5, 0.7, 0.9, 3, top_k=20, min_p=0.1, repetition_penalty=1.2)
+        with engine(target, peer, answers=True) as asked:
+            for sampling in (self.SAMPLING, how):
+                asked.generate(ROWS[:1], ["a"], sampling)
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        assert [[body[name] for name in names] for body in peer.seen] == [
+            [0.0, 1.0, 0, 0.0, 1.0], [0.7, 0.9, 20, 0.1, 1.2]]
+
     def test_an_end_that_is_none(self, target: Path, peer: Peer) -> None:
         peer.change = put_choice(finish_reason="abort")
         with engine(target, peer, answers=True) as asked, \

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -18,6 +20,7 @@ from vllm_support import PROJECT, kill_worker, small_server, vllm_python, wait_u
 
 from trainer.engines import vllm_process
 from trainer.engines.vllm_client import SpecCounters, request
+from trainer.engines.vllm_scores import score
 from trainer.engines.vllm_server import RunningServer
 from trainer.errors import UserError
 from trainer.records import Completion, Sampling
@@ -125,6 +128,27 @@ class TestServing:
         end = next(token for token in answer[1:] if token != answer[0])
         cut = running.complete(PROMPTS[:1], GREEDY, 1, end_ids=[end])[0]
         assert cut.tokens == answer[: answer.index(end) + 1] and cut.finish_reason == "stop"
+
+    def test_likelihoods_are_those_of_the_model(self, running: RunningServer, target: Path) -> None:
+        async def ask() -> list[list[float]]:
+            async with httpx.AsyncClient(**running.client.options) as http:
+                return [await score(index, row, running, http) for index, row in enumerate(PROMPTS)]
+
+        model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+        for row, found in zip(PROMPTS, asyncio.run(ask()), strict=True):
+            with torch.inference_mode():
+                shares = model(torch.tensor([row])).logits[0].log_softmax(-1)
+            wanted = [float(shares[place, token]) for place, token in enumerate(row[1:])]
+            assert found == pytest.approx(wanted, abs=1e-3)
+
+    def test_all_ways_to_sample_are_taken(self, running: RunningServer) -> None:
+        """Of one token there is no choice, and one that is repeated at a high price is not said again."""
+        def said(**changes: float) -> list[tuple[int, ...]]:
+            return [each.tokens for each in running.complete(PROMPTS, replace(GREEDY, **changes), 4)]
+
+        assert said() == said(temperature=1.0, top_k=1) == said(temperature=1.0, min_p=1.0)
+        for prompt, answer in zip(PROMPTS, said(repetition_penalty=100.0), strict=True):
+            assert len({*prompt, *answer}) == len(prompt) + len(answer)
 
     def test_a_refusal_is_passed_on(self, running: RunningServer) -> None:
         with pytest.raises(UserError, match=r"refused request 1 \(300 prompt tokens.*with 400: .*256"):

@@ -13,16 +13,25 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import copied, dflash, engine, make_dflash, make_small, small, uneven, write_responses
+from tiny import (
+    copied,
+    dflash,
+    engine,
+    make_dflash,
+    make_small,
+    regenerate,
+    small,
+    uneven,
+    write_responses,
+)
 from vllm_support import small_server
 
 from trainer._paths import find
 from trainer.architectures.dflash import DFlash
 from trainer.compose import compose_configuration
-from trainer.data.own_prompts import OwnPrompts
+from trainer.data.as_given import AsGiven
 from trainer.data.prompts import Jsonl, Prompts
 from trainer.data.response_rows import read_rows
-from trainer.data.responses import AsGiven, More, Regenerate
 from trainer.engines.vllm_client import SpecCounters
 from trainer.errors import GateFailed, UserError
 from trainer.evaluate.agreement import agreement_gates
@@ -46,7 +55,7 @@ def inputs(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> dic
         (folder / name).mkdir()
     source = folder / "source.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
-    Prompts(Jsonl(str(source)), None, 6, 0.0, None, None).run({}, folder / "prompts")
+    Prompts(Jsonl(str(source)), None, 6, 0.0, None, None, None).run({}, folder / "prompts")
     drafter = uneven(dflash(tiny_target, block_size=8, layers=1))
     FORMATS["speculators"].write(folder / "export/speculators", drafter.export(),
                                 Serving("t", ["LlamaForCausalLM"], 3), torch.float32)
@@ -123,7 +132,7 @@ def test_drafts_cut_by_confidence_have_rows_of_their_own(tiny_target: Target, in
 
 def judged(evaluate: Evaluate, heldout: int = 6, formats: tuple[str, ...] = ("speculators",)
            ) -> dict[str, str]:
-    return evaluate.check({"prompts": Prompts(Jsonl("any"), None, heldout, 0.0, None, None),
+    return evaluate.check({"prompts": Prompts(Jsonl("any"), None, heldout, 0.0, None, None, None),
                            "export": SimpleNamespace(formats=[*formats])})
 
 
@@ -196,7 +205,7 @@ def uneven_lengths(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"id": f"p{number}", "turns": [f"{number}" + "x" * (200 if number in (1, 4) else 5)],
              "split": "heldout"} for number in range(6)]
     source.write_text("".join(json.dumps(row) + "\n" for row in [*rows, PROMPTS[-1]]))
-    Prompts(Jsonl(str(source)), None, 6, 0.0, None, None).run({}, folder)
+    Prompts(Jsonl(str(source)), None, 6, 0.0, None, None, None).run({}, folder)
     return folder
 
 
@@ -340,9 +349,8 @@ def talks(tiny_target: Target, inputs: dict[str, Path],
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name in ("prompts", "responses"):
         (folder / name).mkdir()
-    Prompts(Jsonl(str(source)), None, 6, 0.0, None, None).run({}, folder / "prompts")
-    answering = Regenerate(tiny_target, engine(), Sampling(8, 0.0, 1.0, 0), OwnPrompts(0, 8, 1.0, 1.0),
-                           More(0, 1.0, 1.0), "error")
+    Prompts(Jsonl(str(source)), None, 6, 0.0, None, None, None).run({}, folder / "prompts")
+    answering = regenerate(tiny_target, sampling=Sampling(8, 0.0, 1.0, 0))
     answering.run({"prompts": folder / "prompts"}, folder / "responses")
     return {**inputs, "prompts": folder / "prompts", "responses": folder / "responses"}
 
@@ -387,8 +395,8 @@ def test_a_later_turn_of_given_answers(tiny_target: Target, inputs: dict[str, Pa
         for name, split in (("g", "heldout"), ("t", "train"))))
     for name in ("prompts", "responses"):
         (tmp_path / name).mkdir()
-    Prompts(Jsonl(str(source)), None, 1, 0.0, None, None).run({}, tmp_path / "prompts")
-    AsGiven(tiny_target, 300).run({"prompts": tmp_path / "prompts"}, tmp_path / "responses")
+    Prompts(Jsonl(str(source)), None, 1, 0.0, None, None, None).run({}, tmp_path / "prompts")
+    AsGiven(tiny_target, 300, None, None).run({"prompts": tmp_path / "prompts"}, tmp_path / "responses")
     made = {**inputs, "prompts": tmp_path / "prompts", "responses": tmp_path / "responses"}
     first, second = stage(tiny_target)._questions(made)[0]
     [row] = [row for row in read_rows(tmp_path / "responses") if row["split"] == "heldout"]

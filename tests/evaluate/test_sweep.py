@@ -75,7 +75,7 @@ def inputs(tmp_path: Path) -> dict[str, Path]:
     source.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     for name in ("prompts", "export", "out"):
         (tmp_path / name).mkdir()
-    Prompts(Jsonl(str(source)), None, 9, 0.0, None, None).run({}, tmp_path / "prompts")
+    Prompts(Jsonl(str(source)), None, 9, 0.0, None, None, None).run({}, tmp_path / "prompts")
     (tmp_path / "export/export.json").write_text(json.dumps({"method": "dflash", "max_k": 4, "target": "t"}))
     return {"prompts": tmp_path / "prompts", "export": tmp_path / "export"}
 
@@ -287,7 +287,7 @@ def test_a_server_that_others_begin_to_use_stops_the_sweep(tiny_target: Target, 
 
 
 def judged(sweep: Sweep, heldout: int = 9) -> dict[str, str]:
-    return sweep.check({"prompts": Prompts(Builtin(), None, heldout, 0.0, None, None),
+    return sweep.check({"prompts": Prompts(Builtin(), None, heldout, 0.0, None, None, None),
                         "export": SimpleNamespace(formats=["speculators"])})
 
 

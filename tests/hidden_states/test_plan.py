@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 from stored_states import SAMPLES, extract, make
-from tiny import engine, random_samples
+from tiny import random_samples, regenerate
 
 from trainer.data.own_prompts import OwnPrompts
 from trainer.data.prompts import Jsonl, Prompts
-from trainer.data.responses import Length, More, Regenerate
+from trainer.data.responses import Length
 from trainer.errors import UserError
 from trainer.hidden_states.base import Manifest
 from trainer.hidden_states.plan import Plan, needed
-from trainer.records import Sampling
 from trainer.target import Target
 
 
@@ -24,10 +23,8 @@ from trainer.target import Target
 def plan(tiny_target: Target, tmp_path: Path) -> Plan:
     source = tmp_path / "prompts.jsonl"
     source.write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in (["a"], ["b", "c"], ["d"])))
-    return Plan(Prompts(Jsonl(str(source)), None, 1, 0.0, None, None),
-                Regenerate(tiny_target, engine(), Sampling(9, 0.0, 1.0, 0), OwnPrompts(0, 64, 1.0, 0.9),
-                            More(0, 0.8, 1.0), "error"),
-                make("offline", tiny_target, [1, 2]))
+    return Plan(Prompts(Jsonl(str(source)), None, 1, 0.0, None, None, None),
+                regenerate(tiny_target), make("offline", tiny_target, [1, 2]))
 
 
 NO_OWN = OwnPrompts(0, 64, 1.0, 0.9)
@@ -54,7 +51,7 @@ def test_finished_answers_give_exact_sizes(plan: Plan, tiny_target: Target, tmp_
 def test_before_that_every_answer_is_as_long_as_it_may_be(plan: Plan, tmp_path: Path) -> None:
     found = planned(plan, {}, tmp_path / "plan")
     assert not found["exact"] and found["rows"] == 4
-    Prompts(plan.prompts.source, None, 1, 0.0, None, None).run({}, tmp_path / "plan")
+    Prompts(plan.prompts.source, None, 1, 0.0, None, None, None).run({}, tmp_path / "plan")
     assert planned(plan, {"prompts": tmp_path / "plan"}, tmp_path / "again")["tokens"] == found["tokens"]
     (tmp_path / "real").mkdir()
     plan.responses.run({"prompts": tmp_path / "plan"}, tmp_path / "real")

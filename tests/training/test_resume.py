@@ -245,6 +245,40 @@ def test_rows_are_a_function_of_their_number(target: Target, inputs: dict[str, P
     assert Rows(SAMPLES, source, 120, 6, "cpu").row(0).seed != one.row(0).seed
 
 
+def test_a_step_has_the_same_rows_however_many_share_it(target: Target, inputs: dict[str, Path]) -> None:
+    source = OFFLINE(inputs["hidden_states"], [1, 2])
+    rows = Rows(SAMPLES, source, 60, 5, "cpu")
+    for step in range(5):
+        whole = list(range(4 * step, 4 * step + 4))
+        assert rows.dealt(step, 4, 1) == [whole]
+        for shares in (2, 4):
+            found = rows.dealt(step, 4, shares)
+            assert sorted(number for share in found for number in share) == whole
+            assert {len(share) for share in found} == {4 // shares}
+    loads = [[sum(map(rows.load, share)) for share in rows.dealt(step, 4, 2)] for step in range(5)]
+    halves = [[sum(rows.load(4 * step + number) for number in part) for part in ((0, 2), (1, 3))]
+              for step in range(5)]
+    assert all(sum(one) == sum(other) for one, other in zip(loads, halves, strict=True))
+    assert sum(abs(one - other) for one, other in loads) < sum(abs(one - other) for one, other in halves)
+
+
+def test_how_full_rows_are_is_told_and_recorded(target: Target, inputs: dict[str, Path], tmp_path: Path,
+                                                capsys: pytest.CaptureFixture[str]) -> None:
+    record = run(stage(target, steps=6), inputs, tmp_path / "out")
+    ordered = sorted(SAMPLES[:11], key=lambda sample: sample.id)
+    rows = Rows(ordered, OFFLINE(inputs["hidden_states"], [1, 2]), 120, 1, "cpu")
+    count = rows.count(1)
+    real = sum(int((rows.row(number).document >= 0).sum()) for number in range(count))
+    assert record["rows_an_epoch"] == count and record["padding"] == round(1 - real / (120 * count), 4)
+    assert (f"train: 11 samples in {count} rows of 120 tokens an epoch, {record['padding']:.1%} of them "
+            "padding\n") in capsys.readouterr().out
+    for step, line in zip((2, 4), log_of(tmp_path / "out"), strict=False):
+        filled = sum(rows.load(number) for number in range(2 * step - 4, 2 * step))
+        assert (line["step"], line["padding"]) == (step, round(1 - filled / 480, 4))
+    facts, said = rows.told(2, 2)
+    assert facts["uneven"] >= 0 and f"the fullest has {facts['uneven']:.1%} more than its share" in said
+
+
 @pytest.mark.parametrize(("changes", "said"), [
     ({"drafter": make_dflash(tap_layers=[0, 2])},
      r"the drafter reads layers \[0, 2\] .* hold layers \[1, 2\]"),
@@ -300,6 +334,7 @@ def test_a_compile_is_announced(target: Target, inputs: dict[str, Path], tmp_pat
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **settings: None)
     run(stage(target, compile=True, steps=2), inputs, tmp_path / "out")
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("train: ")]
-    assert "compiling the drafter" in lines[0] and lines[1].startswith("train: 2/2 steps")
+    assert lines[0].startswith("train: 11 samples in ") and "compiling the drafter" in lines[1]
+    assert lines[2].startswith("train: 2/2 steps")
     run(stage(target, steps=2), inputs, tmp_path / "other")
     assert "compiling" not in capsys.readouterr().out

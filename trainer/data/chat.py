@@ -38,7 +38,7 @@ class Chat:
         """As it is for one conversation, which may bring tools or a thinking mode."""
         return replace(self, template={**self.template, **prompt.template}) if prompt.template else self
 
-    def asked(self, prompt: Prompt, answers: list[str]) -> list[int]:
+    def asked(self, prompt: Prompt, answers: Sequence[str | Message]) -> list[int]:
         """Ids that the server is given for the turn after these answers."""
         return self.of_prompt(prompt).prompt(messages_of(prompt, answers))
 
@@ -151,9 +151,10 @@ def coloured(tokenizer: Any, tokens: Sequence[int], mask: Sequence[bool]) -> Tex
     return shown
 
 
-def messages_of(prompt: Prompt, answers: list[str]) -> list[Message]:
-    """The conversation up to the turn after the given answers (or to the end when all are given). An answer
-    whose calls have results stays the data's own, since the results belong to it."""
+def messages_of(prompt: Prompt, answers: Sequence[str | Message]) -> list[Message]:
+    """The conversation up to the turn after the given answers (or to the end when all are given). Where an
+    answer is a text, and that of the data has calls with results, the latter stays, since these belong to
+    it."""
     if not prompt.messages:
         return _plain_messages(prompt, answers)
     found: list[Message] = []
@@ -165,15 +166,19 @@ def messages_of(prompt: Prompt, answers: list[str]) -> list[Message]:
         if turn == len(answers):
             break
         kept = after is not None and after["role"] == "tool"
-        found.append(message if kept else {"role": "assistant", "content": answers[turn]})
+        found.append(message if kept and isinstance(answers[turn], str) else _answer(answers[turn]))
         turn += 1
     return found
 
 
-def _plain_messages(prompt: Prompt, answers: list[str]) -> list[Message]:
+def _answer(given: str | Message) -> Message:
+    return {"role": "assistant", "content": given} if isinstance(given, str) else given
+
+
+def _plain_messages(prompt: Prompt, answers: Sequence[str | Message]) -> list[Message]:
     messages = [{"role": "system", "content": prompt.system}] if prompt.system is not None else []
     for index, turn in enumerate(prompt.turns[:len(answers) + 1]):
         messages.append({"role": "user", "content": turn})
         if index < len(answers):
-            messages.append({"role": "assistant", "content": answers[index]})
+            messages.append(_answer(answers[index]))
     return messages

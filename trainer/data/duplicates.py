@@ -2,9 +2,11 @@
 
 Two texts are compared by the sets of five characters in a row that stand in them (small letters, blanks as
 one), which needs no words and so no language: their Jaccard similarity. Candidates come from MinHash with
-banding (A. Broder, 1997; Leskovec, Rajaraman and Ullman, Mining of Massive Datasets, 3.4), and each is then
-compared exactly, so that nothing is left out that is not as near as it is said. Gives up: one pair in a
-hundred at the very bound may be missed, and a question behind a long text that others share counts as near.
+banding (A. Broder, 1997; Leskovec, Rajaraman and Ullman, Mining of Massive Datasets, 3.4); those whose
+signatures are far apart are let go, and each of the others is compared exactly, so that nothing is left out
+that is not as near as it is said. Gives up: one pair in a hundred at the very bound may be missed, as may be
+pairs among hundreds of texts that are all somewhat alike; and a question behind a long text that others share
+counts as near.
 """
 
 from __future__ import annotations
@@ -23,9 +25,12 @@ from trainer.ranges import AtLeast, AtMost
 from trainer.records import Prompt
 
 Hashes = NDArray[np.uint64]
+Signatures = NDArray[np.uint32]
 WIDTH = 5  # characters in a row
 HASHES = 128
 FOUND = 0.99  # of the pairs at the bound
+SLACK = 0.2  # by which a similarity that signatures tell may be too low: four standard errors and more
+CROWD = 512  # prompts of one group of a band that later ones are compared with: else work grows as the square
 BLOCK = 4096  # windows that are hashed at once: 4 MiB
 
 
@@ -54,33 +59,33 @@ class Duplicates:
         """By number the earlier prompt that stays and that it is near to; the first `fixed` all stay."""
         found: dict[int, int] = {}
         kept: dict[tuple[int, int], list[int]] = {}  # those that stay, by band and group
-        for number, groups in enumerate(self._groups(prompts)):
+        signatures = _signatures(prompts)
+        for number, groups in enumerate(self._groups(signatures)):
             if number >= fixed:
                 others = sorted({other for group in groups for other in kept.get(group, ())})
-                near = next((other for other in others
-                             if self._are_near(prompts[number], prompts[other])), None)
+                alike = (signatures[others] == signatures[number]).mean(axis=1)
+                near = next((other for other, share in zip(others, alike, strict=True)
+                             if share >= self.similarity - SLACK
+                             and self._are_near(prompts[number], prompts[other])), None)
                 if near is not None:
                     found[number] = near
                     continue
             for group in groups:
-                kept.setdefault(group, []).append(number)
+                members = kept.setdefault(group, [])
+                if len(members) < CROWD:
+                    members.append(number)
         return found
 
-    def _groups(self, prompts: Sequence[Prompt]) -> Iterator[list[tuple[int, int]]]:
+    def _groups(self, signatures: Signatures) -> Iterator[list[tuple[int, int]]]:
         """For each prompt the bands, with the group there, in which it is not alone."""
-        rows = self._rows()
-        signatures = np.empty((len(prompts), HASHES), dtype=np.uint32)
-        with Progress("duplicates", total=len(prompts), unit="prompts") as bar:
-            for number, prompt in enumerate(prompts):
-                signatures[number] = signature(shingles(_asked(prompt)))
-                bar.advance(1)
+        rows, count = self._rows(), len(signatures)
         groups = []
         for start in range(0, HASHES - rows + 1, rows):
-            band = np.zeros(len(prompts), dtype=np.uint64)
+            band = np.zeros(count, dtype=np.uint64)
             for column in range(start, start + rows):
                 band = _mixed(band + signatures[:, column])
             _, group, sizes = np.unique(band, return_inverse=True, return_counts=True)
-            groups.append(np.where(sizes[group] > 1, group, -1))
+            groups.append(np.where(sizes[group] > 1, group, -1).astype(np.int32))
         for row in np.stack(groups, axis=1):
             yield [(band, int(group)) for band, group in enumerate(row) if group >= 0]
 
@@ -93,6 +98,16 @@ class Duplicates:
     def _are_near(self, one: Prompt, other: Prompt) -> bool:
         return jaccard(_asked(one), _asked(other)) >= self.similarity and \
             jaccard(text_of(one)[0], text_of(other)[0]) >= self.similarity
+
+
+def _signatures(prompts: Sequence[Prompt]) -> Signatures:
+    """[prompts, HASHES], 512 bytes each."""
+    found = np.empty((len(prompts), HASHES), dtype=np.uint32)
+    with Progress("duplicates", total=len(prompts), unit="prompts") as bar:
+        for number, prompt in enumerate(prompts):
+            found[number] = signature(shingles(_asked(prompt)))
+            bar.advance(1)
+    return found
 
 
 def jaccard(one: str, other: str) -> float:

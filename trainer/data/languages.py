@@ -15,9 +15,11 @@ from typing import Any
 
 from trainer.data.prompt_rows import Row
 from trainer.errors import UserError
+from trainer.progress import Progress
 from trainer.ranges import Share
 from trainer.records import UNKNOWN, Prompt
 
+MANY = 1000  # prompts from which on it takes long enough to be watched
 LONGEST = 1000  # characters that are looked at
 PACKAGE = "py3langid"
 NONE = "zxx"  # what it calls a text that is of no language
@@ -38,8 +40,14 @@ class Detection:
 
     def tagged(self, rows: list[Row]) -> list[Row]:
         """The rows, those of unknown language with the one that was found."""
-        return [(replace(prompt, language=self.of(prompt)), split) if prompt.language == UNKNOWN
-                else (prompt, split) for prompt, split in rows]
+        silent, found = sum(prompt.language == UNKNOWN for prompt, _ in rows), []
+        with Progress("languages", total=silent if silent >= MANY else 0, unit="prompts") as bar:
+            for prompt, split in rows:
+                if prompt.language == UNKNOWN:
+                    prompt = replace(prompt, language=self.of(prompt))
+                    bar.advance(1)
+                found.append((prompt, split))
+        return found
 
     def of(self, prompt: Prompt) -> str:
         text = CODE.sub(" ", "\n".join(prompt.turns))[:LONGEST]

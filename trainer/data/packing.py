@@ -1,8 +1,10 @@
 """Samples -> packed rows of at most `tokens` tokens, in an order that is a pure function of seed and epoch.
 
-Samples are shuffled, then packed first-fit within a window of open rows: nothing is padded, attention and
-anchors never cross a sample (`Batch.document`). Samples longer than a row are for `require_fit` to refuse,
-long before a step. """
+Samples are shuffled, then packed best-fit within a window of open rows; what stays free at the end of a row
+is padding. Attention and anchors never cross a sample (`Batch.document`). Samples longer than a row are for
+`require_fit` to refuse, long before a step. Which rows make a step is a matter of their order alone; only
+then are they dealt to the processes that train, to each about as much.
+"""
 
 from __future__ import annotations
 
@@ -50,6 +52,28 @@ def plan_epoch(lengths: Sequence[int], tokens: int, seed: int, epoch: int) -> li
             rows.append([index])
             room.append(tokens - lengths[index])
     return rows
+
+
+def padding(rows: Sequence[Sequence[int]], lengths: Sequence[int], tokens: int) -> float:
+    """The share of the rows that no sample fills, 0 to 1; `lengths` are those of all samples."""
+    real = sum(lengths[index] for row in rows for index in row)
+    return 1 - real / (tokens * len(rows)) if rows else 0.0
+
+
+def dealt(loads: Sequence[int], shares: int) -> list[list[int]]:
+    """The rows of one step, by their numbers in it, for each of `shares` processes: to all the same number of
+    rows, as training goes through them together, and about the same sum of `loads`. The heaviest goes first,
+    to whom has least (R. Graham, 1969, longest processing time, with a bound on the number of rows)."""
+    assert len(loads) % shares == 0, f"{len(loads)} rows cannot be dealt to {shares} processes alike"
+    most = len(loads) // shares
+    found: list[list[int]] = [[] for _ in range(shares)]
+    sums = [0] * shares
+    for number in sorted(range(len(loads)), key=lambda each: (-loads[each], each)):
+        least = min((share for share in range(shares) if len(found[share]) < most),
+                    key=lambda share: (sums[share], share))
+        found[least].append(number)
+        sums[least] += loads[number]
+    return [sorted(numbers) for numbers in found]
 
 
 def collate(samples: Sequence[Sample], states: Sequence[HiddenStates], seed: int, device: str,

@@ -21,6 +21,7 @@ from trainer.data.duplicates import Duplicates
 from trainer.data.languages import Detection
 from trainer.data.prompt_rows import Row, parse_all, parse_line, require_few
 from trainer.data.splits import CROWDED, Dropped, crowded_out, repeats, split, text_of
+from trainer.data.thinking import Thinking, modes
 from trainer.errors import UserError
 from trainer.pipeline import Stage
 from trainer.ranges import Amount, Count, Share
@@ -89,7 +90,8 @@ class Prompts(Stage):
     """`limit` takes the first rows of the training part (null: all); `heldout` different texts are kept from
     training. Rows that are none are left out while they are no more than `max_bad_share` of all. Repeated
     texts are counted and named, and with `duplicates` left out, as are those that are nearly the same.
-    `languages` finds the language of rows that say none; null: it stays unknown."""
+    `languages` finds the language of rows that say none; null: it stays unknown. `thinking` says which rows
+    that do not say it themselves are to think; null: as the target's template has it."""
 
     source: PromptSource
     limit: Count | None
@@ -97,10 +99,12 @@ class Prompts(Stage):
     max_bad_share: Share
     duplicates: Duplicates | None
     languages: Detection | None
+    thinking: Thinking | None
 
     after: ClassVar[tuple[str, ...]] = ()
     version: ClassVar[int] = 1
-    neutral: ClassVar[Mapping[str, Any]] = {"max_bad_share": 0.0, "duplicates": None, "languages": None}
+    neutral: ClassVar[Mapping[str, Any]] = {"max_bad_share": 0.0, "duplicates": None, "languages": None,
+                                             "thinking": None}
 
     @property
     def quick(self) -> bool:
@@ -130,18 +134,24 @@ class Prompts(Stage):
                 raise UserError("prompts.duplicates leaves nothing to train on: every prompt is near to one "
                                 "that is held out; hold out fewer, or set it to null")
         kept = train[:self.limit]
+        if self.thinking:
+            kept, heldout = self.thinking.told(kept), self.thinking.told(heldout)
         with (out / "prompts.jsonl").open("w", encoding="utf-8") as file:
             for name, part in (("train", kept), ("heldout", heldout)):
                 file.writelines(_line(prompt, name) for prompt in part)
         facts = {"read": len(rows) + len(bad), "kept": len(kept) + len(heldout), "train": len(kept),
                  "heldout": len(heldout), "repeated": counts["repeated"], "languages": found, "bad": bad,
-                 "dropped": [asdict(each) for each in dropped]}
+                 "dropped": [asdict(each) for each in dropped], "thinking": modes([*kept, *heldout])}
         (out / FACTS).write_text(json.dumps(facts, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
         _tell(bad, dropped)
+        if self.thinking:
+            print("prompts: thinking " + ", ".join(f"{name} in {count}" for name, count in
+                                                    sorted(facts["thinking"].items())), flush=True)
         return {"train": len(kept), "heldout": len(heldout), **counts, "bad": len(bad), "bad_rows": bad[:20],
                 "near": sum(each.why.startswith("near") for each in dropped),
                 "categories": dict(Counter(prompt.category for prompt in kept)),
-                "languages": dict(Counter(prompt.language for prompt in kept))}
+                "languages": dict(Counter(prompt.language for prompt in kept)),
+                "thinking": facts["thinking"]}
 
     def _languages(self, rows: list[Row]) -> tuple[list[Row], dict[str, int]]:
         """The rows with their languages, and of how many it is said, detected and unknown."""
@@ -174,16 +184,21 @@ class Prompts(Stage):
 
 def read_prompts(folder: Path) -> list[tuple[Prompt, str]]:
     """The prompts of a finished stage with their split, in order."""
-    rows, path = [], folder / "prompts.jsonl"
-    *lines, rest = path.read_text(encoding="utf-8").split("\n")
-    if rest:
-        raise UserError(f"{path} ends in the middle of a row; remove {folder} and run the same command again")
-    for line in lines:
-        row = json.loads(line)
-        name = row.pop("split")
-        listed = {key: tuple(row[key]) for key in ("turns", "answers", "messages") if key in row}
-        rows.append((Prompt(**{**row, **listed}), name))
-    return rows
+    return [*iterate_prompts(folder)]
+
+
+def iterate_prompts(folder: Path) -> Iterator[tuple[Prompt, str]]:
+    """The same, one after the other, none of which stays in memory."""
+    path = folder / "prompts.jsonl"
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                raise UserError(f"{path} ends in the middle of a row; remove {folder} and run the same "
+                                "command again")
+            row = json.loads(line)
+            name = row.pop("split")
+            listed = {key: tuple(row[key]) for key in ("turns", "answers", "messages") if key in row}
+            yield Prompt(**{**row, **listed}), name
 
 
 def _line(prompt: Prompt, split: str) -> str:

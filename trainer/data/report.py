@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -20,36 +20,36 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.data.chat import coloured, spans
+from trainer.data.packing import padding, plan_epoch
 from trainer.data.prompts import FACTS
 from trainer.data.response_rows import Row, mask_of
-from trainer.data.splits import in_turn
+from trainer.data.tally import TAGS, Tally
 from trainer.page import environment, moment
 from trainer.target import Target
 
 JSON, PAGE = "data.json", "data.html"
-SAMPLES = 3
 EXAMPLES = 10  # of what was left out, for each reason
 QUANTILES = {"least": 0, "a tenth": 10, "half": 50, "nine tenths": 90, "most": 100}
-TAGS = ("category", "language")
+TOLD = ("off_policy", "calls", "sampling")  # by some of the stages that answer; None by the others
+PACKED = 4  # lengths of packed rows for which the padding is told: the shortest power of two, and doubled
 
 
-def write(out: Path, prompts: Path | None, rows: Sequence[Row], dropped: dict[str, Sequence[str]],
-          target: Target) -> None:
+def write(out: Path, prompts: Path | None, tally: Tally, dropped: Mapping[str, Sequence[str]],
+          target: Target, **more: Any) -> None:
     """Both files, and what matters of them on the console. `prompts` is the folder of the stage before, if
-    there was one; `dropped` what this stage left out, ids by reason."""
-    found = gather(prompts, rows, dropped, target)
+    there was one; `dropped` what this stage left out, ids by reason; `more` what it alone has to tell."""
+    found = gather(prompts, tally, dropped, target) | dict.fromkeys(TOLD) | more
     (out / JSON).write_text(json.dumps(found, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     page = environment(Path(__file__).parent).get_template("data.html.jinja").render(
         data=found, created=moment(datetime.now()))
     (out / PAGE).write_text(page, encoding="utf-8")
-    _show(found, rows, target)
+    _show(found, tally.shown(), target)
 
 
-def gather(prompts: Path | None, rows: Sequence[Row], dropped: dict[str, Sequence[str]],
+def gather(prompts: Path | None, tally: Tally, dropped: Mapping[str, Sequence[str]],
            target: Target) -> dict[str, Any]:
     """The content of `data.json`."""
-    masks = [mask_of(row) for row in rows]
-    supervised, tokens = [sum(mask) for mask in masks], [len(mask) for mask in masks]
+    tokens, supervised = tally.tokens, tally.supervised
     shares = [100 * part / whole for part, whole in zip(supervised, tokens, strict=True)]
     left_out = [_reason(why, ids) for why, ids in dropped.items() if ids]
     facts = _facts_of(prompts)
@@ -59,27 +59,33 @@ def gather(prompts: Path | None, rows: Sequence[Row], dropped: dict[str, Sequenc
         "template": target.template,
         "prompts": facts and {name: facts[name] for name in ("read", "kept", "train", "heldout", "repeated")},
         "languages": facts and facts.get("languages"),
+        "thinking": facts and facts.get("thinking"),
         "left_out": (facts["left_out"] if facts else []) + left_out,
-        "rows": len(rows),
+        "rows": tally.rows,
         "tokens": sum(tokens),
         "supervised": sum(supervised),
         "supervised_share": sum(supervised) / max(1, sum(tokens)),
-        "cut": sum(row["finish_reason"] == "length" for row in rows),
+        "cut": tally.cut.count,
         "lengths": {
             "tokens of a row": _quantiles(tokens),
             "supervised tokens": _quantiles(supervised),
             "supervised, in %": _quantiles(shares),
         },
         "histogram": _histogram(tokens),
-        "tags": {tag: _by_tag(tag, rows, tokens, supervised) for tag in TAGS},
-        "samples": [_sample(row, target) for row in chosen(rows)],
+        "packing": packing(tally.train),
+        "tags": {tag: tally.by_tag(tag) for tag in TAGS},
+        "samples": [_sample(row, target) for row in tally.shown()],
     }
 
 
-def chosen(rows: Sequence[Row]) -> list[Row]:
-    """The rows that are shown: of different categories, and with something to learn where there are some."""
-    learnable = [row for row in rows if sum(mask_of(row)) > 1]
-    return in_turn(learnable or rows, SAMPLES, lambda row: row["category"])
+def packing(lengths: Sequence[int]) -> list[dict[str, Any]]:
+    """What an epoch of rows of these lengths would be at several settings of train.tokens: how many packed
+    rows, and the share of them that is padding."""
+    shortest = 1 << (max(lengths, default=1) - 1).bit_length()
+    plans = {shortest << more: plan_epoch(lengths, shortest << more, seed=0, epoch=0)
+             for more in range(PACKED)} if lengths else {}
+    return [{"tokens": tokens, "rows": len(rows), "padding": padding(rows, lengths, tokens)}
+            for tokens, rows in plans.items()]
 
 
 def _facts_of(prompts: Path | None) -> dict[str, Any] | None:
@@ -113,19 +119,6 @@ def _histogram(tokens: Iterable[int]) -> list[dict[str, int]]:
             for power in range(min(counts, default=0), max(counts, default=-1) + 1)]
 
 
-def _by_tag(tag: str, rows: Sequence[Row], tokens: Sequence[int],
-            supervised: Sequence[int]) -> list[dict[str, Any]]:
-    """Rows, tokens and supervised share by category or language; the most frequent first."""
-    sums: dict[str, Counter[str]] = {}
-    for row, whole, part in zip(rows, tokens, supervised, strict=True):
-        sums.setdefault(row.get(tag, "not said"), Counter()).update(
-            {row["split"]: 1, "rows": 1, "tokens": whole, "supervised": part})
-    keys = ("rows", "train", "heldout", "tokens", "supervised")
-    return [{"name": name, **{key: found[key] for key in keys},
-             "supervised_share": found["supervised"] / max(1, found["tokens"])}
-            for name, found in sorted(sums.items(), key=lambda each: (-each[1]["rows"], each[0]))]
-
-
 def _sample(row: Row, target: Target) -> dict[str, Any]:
     ids, mask = row["prompt"] + row["tokens"], mask_of(row)
     parts = [{"text": target.tokenizer.decode(ids[start:end], skip_special_tokens=False),
@@ -135,7 +128,7 @@ def _sample(row: Row, target: Target) -> dict[str, Any]:
 
 
 def _show(found: dict[str, Any], rows: Sequence[Row], target: Target) -> None:
-    for row in chosen(rows):
+    for row in rows:
         learnt = coloured(target.tokenizer, row["prompt"] + row["tokens"], mask_of(row))
         head = (f"{row['id']}, supervised tokens in ", "dim")
         rich_print(Text.assemble(head, ("green", "bold green"), ":\n", learnt))
@@ -147,7 +140,14 @@ def _show(found: dict[str, Any], rows: Sequence[Row], target: Target) -> None:
     lengths = Table("", *QUANTILES, box=None, padding=(0, 2))
     for name, values in found["lengths"].items():
         lengths.add_row(name, *(f"{value:,}" for value in values.values()))
-    rich_print(table, lengths)
+    packed = Table("train.tokens", *(f"{each['tokens']:,}" for each in found["packing"]), box=None,
+                   padding=(0, 2))
+    packed.add_row("rows an epoch", *(f"{each['rows']:,}" for each in found["packing"]))
+    packed.add_row("padding", *(f"{each['padding']:.1%}" for each in found["packing"]))
+    rich_print(table, lengths, packed)
+    if sum((found["calls"] or {}).values()):
+        print("calls: " + ", ".join(f"{name.replace('_', ' ')} in {count}"
+                                    for name, count in found["calls"].items()) + " turns")
     for each in found["left_out"]:
         print(f"left out: {each['count']}, {each['why']}")
     print(f"all of it, with samples: {PAGE} beside the answers", flush=True)

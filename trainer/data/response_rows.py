@@ -1,4 +1,4 @@
-"""Rows of `responses.jsonl`: how they are written, what is refused in them, and what is told of them.
+"""Rows of `responses.jsonl`: how they are written, and what is refused in them.
 
 A row has the ids of the prompt and of the answer, `{"id", "split", "category", "prompt", "tokens",
 "finish_reason"}`, and a `mask` over both where not exactly the answer is supervised; `language` and the mode
@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError, first_line
 from trainer.records import UNKNOWN, Sample
-from trainer.target import Target
 
 Row = dict[str, Any]
 RESPONSES = "responses.jsonl"  # in the folder of every finished stage
@@ -30,6 +28,7 @@ class GroupFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.rows: dict[str, Row] = {}
+        self._ids: dict[int, int] = {}
         if not path.exists():
             return
         whole = position = 0
@@ -45,8 +44,9 @@ class GroupFile:
                     continue
                 if not line.endswith(b"\n"):
                     break
-                pending[row["id"]] = row
-                if row.pop("last", False):
+                last = row.pop("last", False)
+                pending[row["id"]] = self._shared(row)
+                if last:
                     if damaged:
                         ends += 1
                         continue
@@ -66,7 +66,11 @@ class GroupFile:
             file.writelines(lines)
             file.flush()
             os.fsync(file.fileno())
-        self.rows.update({row["id"]: row for row in rows})
+        self.rows.update({row["id"]: self._shared(row) for row in rows})
+
+    def _shared(self, row: Row) -> Row:
+        """The row with one object for a token's id, however often it stands there: a fourth of the memory."""
+        return {**row, **{name: [*map(self._ids.setdefault, row[name], row[name])] for name in LISTS}}
 
 
 def parsed(line: bytes | str) -> Row:
@@ -106,34 +110,13 @@ def read_rows(folder: Path) -> Iterator[Row]:
 
 def read_samples(folder: Path, split: str) -> list[Sample]:
     """Training rows of one split of a finished stage, ordered by id."""
-    samples = [Sample(row["id"], tuple(row["prompt"] + row["tokens"]), tuple(mask_of(row)), row["category"],
-                      row["finish_reason"], row.get("language", UNKNOWN), row.get("thinking", UNKNOWN))
-               for row in read_rows(folder) if row["split"] == split]
+    known: dict[int, int] = {}
+
+    def sample(row: Row) -> Sample:
+        ids = row["prompt"] + row["tokens"]
+        tokens = tuple(map(known.setdefault, ids, ids))  # one object for an id, however often it stands there
+        return Sample(row["id"], tokens, tuple(mask_of(row)), row["category"], row["finish_reason"],
+                      row.get("language", UNKNOWN), row.get("thinking", UNKNOWN))
+
+    samples = [sample(row) for row in read_rows(folder) if row["split"] == split]
     return sorted(samples, key=lambda sample: sample.id)
-
-
-def describe(rows: list[Row], target: Target, dropped: list[str]) -> dict[str, Any]:
-    """The numbers of the stage's record; prints the supervised share; refuses rows of which nothing can be
-    learnt."""
-    cut = [row["id"] for row in rows if row["finish_reason"] == "length"]
-    masks = {row["id"]: mask_of(row) for row in rows}
-    empty = [row["id"] for row in rows if sum(masks[row["id"]]) - (row["finish_reason"] != "length") <= 0]
-    tokens, supervised = sum(map(len, masks.values())), sum(map(sum, masks.values()))
-    if not any(row["split"] == "train" for row in rows):
-        raise UserError(f"no training prompt is left: {len(dropped)} prompts are too long, and the rest is "
-                        "held out; raise target.max_length, or give shorter prompts")
-    if not supervised or len(empty) == len(rows):
-        raise UserError(f"of the {tokens} tokens in {len(rows)} rows {supervised} are supervised, and none "
-                        "of them is more than the end of an answer: the template of "
-                        f"{target.tokenizer.name_or_path} hides the answers, or the target gives none")
-    remarks = {"reached the limit of tokens": cut, "are empty": empty, "were too long and left out": dropped}
-    print(f"supervised: {supervised} of {tokens} tokens ({supervised / tokens:.1%}) in {len(rows)} rows"
-          + "".join(f"; {len(found)} {what}" for what, found in remarks.items() if found))
-    return {"rows": len(rows), "tokens": tokens, "supervised": supervised,
-            "supervised_share": round(supervised / tokens, 4), "cut": len(cut), "cut_ids": cut[:20],
-            "empty": len(empty), "empty_ids": empty[:20],
-            "dropped": len(dropped), "dropped_ids": dropped[:20],
-            "splits": dict(Counter(row["split"] for row in rows)),
-            "categories": dict(Counter(row["category"] for row in rows)),
-            "mean_answer_tokens": round(supervised / len(rows), 1),
-            "vocabulary": target.config["vocab_size"]}

@@ -9,25 +9,27 @@ and ends with the same bytes as an unbroken one. Later turns see the target's ow
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from trainer.data import report
 from trainer.data.answering import Answering
 from trainer.data.chat import Chat
+from trainer.data.history import LEFT_OUT, History, Unmatched
 from trainer.data.own_prompts import OwnPrompts
 from trainer.data.prompts import read_prompts
-from trainer.data.response_rows import RESPONSES, Row, describe, read_rows, read_samples
-from trainer.data.slices import thinking
+from trainer.data.response_rows import RESPONSES, Row, read_rows, read_samples
+from trainer.data.slices import thinking as mode_of
+from trainer.data.tally import Tally, describe
+from trainer.data.thinking import Thinking
 from trainer.engines.base import TargetEngine
 from trainer.errors import UserError
 from trainer.pipeline import Stage
 from trainer.progress import Progress
-from trainer.ranges import Above, Amount, AtMost, SequenceLength
+from trainer.ranges import Above, Amount, AtMost
 from trainer.records import Prompt, Sampling
 from trainer.target import Target
 
@@ -66,18 +68,23 @@ class More:
 
 @dataclass(frozen=True)
 class Regenerate(Stage):
-    """Asks the target, the prompts and those that it makes up (`own`). `too_long` says what happens to a
-    prompt that leaves no room for an answer."""
+    """Asks the target, the prompts and those that it makes up (`own`). Sampling is that of the `settings`, or
+    as the `target`'s generation_config.json has it where it says, as its server samples. `calls` says what a
+    later turn goes on from where the target's calls are not those of which the data has results, `too_long`
+    what happens to a prompt that leaves no room for an answer. `thinking` is that of the prompts."""
 
     target: Target
     engine: TargetEngine
     sampling: Sampling
+    sampling_of: Literal["settings", "target"]
     own: OwnPrompts
     more: More
+    calls: Unmatched
     too_long: Literal["error", "drop"]
+    thinking: Thinking | None
 
     after: ClassVar[tuple[str, ...]] = ("prompts",)
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     idle: ClassVar[tuple[str, ...]] = (  # drafters share the answers, however their states are computed
         "target.tap_layers", "target.mask_token",
         "engine.states", "engine.states_batch", "engine.prefill_tokens")
@@ -88,6 +95,14 @@ class Regenerate(Stage):
     def preflight(self) -> None:
         self.target.require_length(self.engine.max_length, "target_engine.max_length")
         self.own.require_room(Chat.of(self.target), self.engine.max_length)
+        self.sampled()
+        if self.thinking:
+            self.thinking.require_read(Chat.of(self.target))
+
+    def sampled(self) -> Sampling:
+        """How prompts are answered."""
+        return self.sampling if self.sampling_of == "settings" else \
+            replace(self.sampling, **self.target.generation)
 
     def foresee(self, inputs: dict[str, Path]) -> None:
         if "prompts" in inputs:
@@ -113,25 +128,29 @@ class Regenerate(Stage):
         return found
 
     def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
-        chat = Chat.of(self.target)
+        chat, sampling = Chat.of(self.target), self.sampled()
+        history, answering = History(chat, self.calls), Answering(self.engine, out / RESPONSES)
         prompts = read_prompts(inputs["prompts"])
-        answering = Answering(self.engine, out / RESPONSES)
         dropped = self._too_long(chat, prompts)
         prompts = [(prompt, name) for prompt, name in prompts if prompt.id not in dropped]
-        drawn = replace(self.sampling, temperature=self.more.temperature, top_p=self.more.top_p)
+        drawn = replace(sampling, temperature=self.more.temperature, top_p=self.more.top_p)
         with self.engine.load(self.target.folder, self.target.end_ids) as engine:
             own = self.own.draw(chat, engine, self.sampling.seed, [prompt for prompt, _ in prompts], out)
+            own = self.thinking.told(own) if self.thinking else own
             prompts = [*prompts, *((prompt, "train") for prompt in own)]
-            work = [(prompts, self.sampling), (self.more.of(prompts), drawn)]
+            work = [(prompts, sampling), (self.more.of(prompts), drawn)]
             total = sum(len(prompt.turns) for part, _ in work for prompt, _ in part)
             with Progress("responses", total=total, unit="answers", start=answering.count) as bar:
-                for groups, sampling in self._turns(chat, work, answering.rows, engine.group):
-                    answering.ask(groups, sampling, bar)
+                for groups, how in self._turns(history, work, answering.rows, engine.group):
+                    answering.ask(groups, how, bar)
         answering.finish()
-        answered = list(answering.rows.values())
-        report.write(out, inputs["prompts"], answered, {TOO_LONG: sorted(dropped)}, self.target)
-        return {**describe(answered, self.target, sorted(dropped)), "own_prompts": len(own),
-                "own_left_out": self.own.prompts - len(own), "turns_without_room": total - len(answered)}
+        tally, ended = Tally.of(answering.rows.values()), sorted(history.dropped())
+        report.write(out, inputs["prompts"], tally, {TOO_LONG: sorted(dropped), LEFT_OUT: ended}, self.target,
+                     sampling=asdict(sampling), calls=history.counts())
+        return {**describe(tally, self.target, sorted(dropped)), "own_prompts": len(own),
+                "own_left_out": self.own.prompts - len(own), "sampling": asdict(sampling),
+                "calls": history.counts(), "ended_at_calls": len(ended),
+                "turns_without_room": total - tally.rows - history.lost}
 
     def _too_long(self, chat: Chat, prompts: list[Placed]) -> set[str]:
         dropped = set()
@@ -148,94 +167,34 @@ class Regenerate(Stage):
                             f"{self.engine.max_length}; raise target.max_length, which sets it")
         return dropped
 
-    def _turns(self, chat: Chat, work: list[tuple[list[Placed], Sampling]], done: dict[str, Row],
+    def _turns(self, history: History, work: list[tuple[list[Placed], Sampling]], done: dict[str, Row],
                size: int) -> Iterator[tuple[list[list[Row]], Sampling]]:
         """The groups of each turn of the first part, then of the next. Lazily: a later turn reads `done`."""
         for prompts, sampling in work:
             for turn in range(max((len(prompt.turns) for prompt, _ in prompts), default=0)):
-                yield self._groups(chat, prompts, turn, done, size), sampling
+                yield self._groups(history, prompts, turn, done, size), sampling
 
-    def _groups(self, chat: Chat, prompts: list[Placed], turn: int, done: dict[str, Row],
+    def _groups(self, history: History, prompts: list[Placed], turn: int, done: dict[str, Row],
                 size: int) -> list[list[Row]]:
         """Questions of one turn, longest first (they decide the memory), in groups of `size`."""
-        questions = []
+        chat, questions = history.chat, []
         for prompt, name in prompts:
             if turn >= len(prompt.turns):
                 continue
             answered = [done.get(f"{prompt.id}#{earlier}") for earlier in range(turn)]
             if None in answered:
                 continue  # an earlier turn of it had no room
-            answers = [chat.tokenizer.decode(row["tokens"], skip_special_tokens=True) for row in answered]
+            answers = history.before(prompt, answered)
+            if answers is None:
+                continue  # the data has no result of what it called
             ids = chat.asked(prompt, answers)
             if len(ids) >= self.engine.max_length:
                 continue  # only a later turn gets here: the history outgrew the limit, its earlier turns stay
             questions.append({"id": f"{prompt.id}#{turn}", "split": name, "category": prompt.category,
                               "language": prompt.language,
-                              "thinking": thinking({**chat.template, **prompt.template}), "prompt": ids})
+                              "thinking": mode_of({**chat.template, **prompt.template}), "prompt": ids})
         questions.sort(key=lambda row: (-len(row["prompt"]), row["id"]))
         return [questions[start:start + size] for start in range(0, len(questions), size)]
-
-
-@dataclass(frozen=True)
-class AsGiven(Stage):
-    """Keeps the answers that the data brings (off-policy); the mask comes from the chat template."""
-
-    target: Target
-    max_length: SequenceLength
-
-    after: ClassVar[tuple[str, ...]] = ("prompts",)
-    version: ClassVar[int] = 1
-    idle: ClassVar[tuple[str, ...]] = ("target.tap_layers", "target.mask_token")  # drafters share the answers
-
-    def external(self) -> dict[str, Any]:
-        return self.target.facts
-
-    def preflight(self) -> None:
-        self.target.require_length(self.max_length, "responses.max_length")
-
-    def foresee(self, inputs: dict[str, Path]) -> None:
-        if "prompts" in inputs:
-            self._answered(inputs["prompts"])
-
-    def _answered(self, folder: Path) -> list[Placed]:
-        """The prompts with their split; raises unless each of their turns has an answer."""
-        prompts = read_prompts(folder)
-        if not any(answer.strip() for prompt, _ in prompts for answer in prompt.answers):
-            raise UserError(f"the {len(prompts)} prompts bring no answer that is not empty; "
-                            'responses=as_given needs "answers" or assistant messages, responses=regenerate '
-                            "has the target answer")
-        for prompt, _ in prompts:
-            if len(prompt.answers) < len(prompt.turns):
-                raise UserError(f"prompt {prompt.id} has {len(prompt.turns)} turns but {len(prompt.answers)} "
-                                "answers; responses=as_given needs an answer to each, or use "
-                                "responses=regenerate")
-        return prompts
-
-    def longest(self, prompts: Sequence[Placed]) -> list[Length]:
-        """The given answers, exactly, and those too that are too long."""
-        chat = Chat.of(self.target)
-        return [Length(f"{prompt.id}#{number}", len(ids), sum(mask)) for prompt, _ in prompts
-                for number, (ids, mask) in enumerate(chat.given(prompt))]
-
-    def run(self, inputs: dict[str, Path], out: Path) -> dict[str, Any]:
-        chat = Chat.of(self.target)
-        rows: list[Row] = []
-        dropped = []
-        for prompt, name in self._answered(inputs["prompts"]):
-            for number, (ids, mask) in enumerate(chat.given(prompt)):
-                if len(ids) > self.max_length:
-                    dropped.append(prompt.id)
-                    continue
-                rows.append({"id": f"{prompt.id}#{number}", "split": name, "category": prompt.category,
-                             "language": prompt.language,
-                             "thinking": thinking({**chat.template, **prompt.template}), "prompt": [],
-                             "tokens": ids, "mask": mask, "finish_reason": "given"})
-        if not rows:
-            raise UserError(f"all {len(dropped)} conversations are longer than responses.max_length="
-                            f"{self.max_length}; raise target.max_length, which sets it")
-        (out / RESPONSES).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        report.write(out, inputs["prompts"], rows, {TOO_LONG: dropped}, self.target)
-        return describe(rows, self.target, dropped)
 
 
 @dataclass(frozen=True)
@@ -261,9 +220,9 @@ class Stored(Stage):
         print(f"responses: taken from {self._file()} with its own split; prompts.* decides only what "
               "evaluate asks", flush=True)
         shutil.copyfile(self._file(), out / RESPONSES)
-        rows = [*read_rows(out)]
-        report.write(out, None, rows, {}, self.target)
-        return describe(rows, self.target, [])
+        tally = Tally.of(read_rows(out))
+        report.write(out, None, tally, {}, self.target)
+        return describe(tally, self.target, [])
 
     def longest(self, prompts: Sequence[Placed]) -> list[Length]:
         """The stored answers, exactly, whatever the prompts."""

@@ -85,6 +85,11 @@ class TargetEngine(ABC):
         """Hidden states of every token of every row, in order, in the engine's dtype, on the CPU."""
 
     @abstractmethod
+    def likelihoods(self, rows: Iterable[Sequence[int]]) -> Iterator[list[float]]:
+        """For each row, in order, the natural logarithm of the probability that the target gives to each of
+        its tokens but the first, behind those before it, at temperature 1."""
+
+    @abstractmethod
     def session(self, tap_layers: Sequence[Tap]) -> Session:
         """A fresh sequence, for draft-and-verify decoding in this process."""
 

@@ -79,6 +79,10 @@ class SplitEngine(TargetEngine):
                       tap_layers: Sequence[Tap]) -> Iterator[HiddenStates]:
         return self._entered("states").hidden_states(rows, tap_layers)
 
+    def likelihoods(self, rows: Iterable[Sequence[int]]) -> Iterator[list[float]]:
+        """Of what computes hidden states, which reads rows as well."""
+        return self._entered("states").likelihoods(rows)
+
     def session(self, tap_layers: Sequence[Tap]) -> Session:
         return self._entered("states").session(tap_layers)
 

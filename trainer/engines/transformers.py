@@ -7,7 +7,6 @@ can go on. """
 from __future__ import annotations
 
 import copy
-import hashlib
 import inspect
 import threading
 import time
@@ -22,13 +21,14 @@ import torch
 from torch import Tensor
 
 from trainer.engines.base import Group, Session, TargetEngine
+from trainer.engines.drawing import generator, pick, tokens_of
 from trainer.engines.growing_cache import growing_cache, recurrent_layers, whole_cache
 from trainer.errors import UserError
 from trainer.ranges import Amount, Count, Device, Dtype, SequenceLength, require_device
 from trainer.records import Completion, HiddenStates, KeysValues, LastState, Sampling, Tap
 from trainer.target_fit import load_model
 
-NUCLEUS = 1024  # tokens among which those of a top-p are looked for first
+SCORED = 256  # tokens whose logits are in float32 at once
 CROWDED = 0.85  # finished rows leave when so few still run: each time the whole cache is copied
 
 
@@ -102,11 +102,14 @@ class TransformersEngine(TargetEngine):
         self._check_lengths(prompts)
         start = time.perf_counter()
         answers: list[list[int]] = [[] for _ in prompts]
-        generators = [_generator(sampling.seed, key) for key in keys]
+        generators = [generator(sampling.seed, key) for key in keys]
         slots, running = list(range(len(prompts))), set(range(len(prompts)))
         logits, cache, mask, position = self._prefill(prompts)
+        seen = tokens_of(prompts, logits) if sampling.repetition_penalty != 1 else None
         for _ in range(sampling.max_new_tokens):
-            picked = _pick(logits, sampling, [generators[row] for row in slots])
+            picked = pick(logits, sampling, [generators[row] for row in slots], seen)
+            if seen is not None:
+                seen[torch.arange(len(slots), device=seen.device), picked] = True
             for row, token in zip(slots, picked.tolist(), strict=True):
                 if row not in running:
                     continue
@@ -125,6 +128,7 @@ class TransformersEngine(TargetEngine):
                 slots = [slots[slot] for slot in index.tolist()]
                 index = index.to(self.device)
                 picked, mask, position = picked[index], mask[index], position[index]
+                seen = None if seen is None else seen[index]
                 cache.select(index)
             position = position + 1
             mask = torch.cat([mask, mask.new_ones(len(slots), 1)], dim=1)
@@ -169,6 +173,17 @@ class TransformersEngine(TargetEngine):
                 end, width = end + 1, wider
             yield from self._states_together(rows[start:end], tap_layers)
             start = end
+
+    @torch.inference_mode()
+    def likelihoods(self, rows: Iterable[Sequence[int]]) -> Iterator[list[float]]:
+        """One row at a time: what is large is the logits, [T, V]."""
+        for row in rows:
+            self._check_lengths([row])
+            ids = torch.tensor([list(row)], device=self.device)
+            logits = self.model(input_ids=ids, use_cache=False).logits[0, :-1]
+            found = [part.float().log_softmax(-1).gather(1, following[:, None])[:, 0]
+                     for part, following in zip(logits.split(SCORED), ids[0, 1:].split(SCORED), strict=True)]
+            yield torch.cat(found).tolist()
 
     def session(self, tap_layers: Sequence[Tap]) -> Session:
         return TransformersSession(self.model, tap_layers, self.device)
@@ -258,34 +273,3 @@ def cache_argument(model: Any) -> str:
     """The name under which this release of transformers takes a key/value cache."""
     names = inspect.signature(model.forward).parameters
     return "cache" if "cache" in names else "past_key_values"
-
-
-def _generator(seed: int, key: str) -> torch.Generator:
-    number = int.from_bytes(hashlib.sha256(f"{seed}:{key}".encode()).digest()[:8], "little") >> 1
-    return torch.Generator().manual_seed(number)
-
-
-def _nucleus(logits: Tensor, top_p: float) -> Tensor:
-    """The logits [B, V], minus infinity where the likelier tokens alone have `top_p` of the probability."""
-    shares = logits.softmax(-1)
-    for width in (NUCLEUS, shares.shape[-1]):  # to sort all of a large vocabulary takes longer than the model
-        likeliest, ids = shares.topk(min(width, shares.shape[-1]), dim=-1)
-        if bool((likeliest.sum(-1) >= top_p).all()):
-            break
-    kept = likeliest.cumsum(-1) - likeliest < top_p
-    return torch.full_like(logits, float("-inf")).scatter(
-        -1, ids, logits.gather(-1, ids).masked_fill(~kept, float("-inf")))
-
-
-def _pick(logits: Tensor, sampling: Sampling, generators: list[torch.Generator]) -> Tensor:
-    """Next token of every row, [B] int64: the argmax, or a draw after temperature and top-p."""
-    if sampling.temperature == 0:
-        return logits.argmax(dim=-1)
-    scaled = logits.float() / sampling.temperature
-    if sampling.top_p < 1:
-        scaled = _nucleus(scaled, sampling.top_p)
-    reached = scaled.softmax(-1).cumsum(-1)
-    total = reached[:, -1:]  # which rounding moves off 1
-    drawn = torch.cat([torch.rand(1, generator=each) for each in generators]).to(total.device)[:, None]
-    below = torch.minimum(drawn * total, total.nextafter(torch.zeros_like(total)))
-    return torch.searchsorted(reached, below, right=True)[:, 0]

@@ -27,6 +27,7 @@ from trainer.engines.base import Group, Session, TargetEngine
 from trainer.engines.states_folder import private_folder, shared_folder
 from trainer.engines.vllm_client import request
 from trainer.engines.vllm_pool import Pool
+from trainer.engines.vllm_scores import likelihoods
 from trainer.engines.vllm_server import RunningServer, VllmServer
 from trainer.engines.vllm_states import Shape, StatesReader, place_connector, start_command, with_connector
 from trainer.errors import UserError
@@ -137,6 +138,10 @@ class VllmEngine(TargetEngine):
         room = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, self.max_length - len(prompt)))
         body = request(server.served_name, prompt, room, key, self.end_ids)
         return await server.client.complete_one(http, index, body)
+
+    def likelihoods(self, rows: Iterable[Sequence[int]]) -> Iterator[list[float]]:
+        """Of the servers that answer. Raises UserError, as `completions`."""
+        return likelihoods(self._answering(), map(self._with_room, rows))
 
     def hidden_states(self, rows: Sequence[Sequence[int]],
                       tap_layers: Sequence[int]) -> Iterator[HiddenStates]:

@@ -25,6 +25,7 @@ LEFT_OUT = (  # stage, number in its record, what it counts
     ("prompts", "left_out", "prompts repeat a text that is held out and are not trained on"),
     ("responses", "dropped", "conversations do not fit into the longest sequence and are not trained on"),
     ("responses", "turns_without_room", "later turns do not fit into the longest sequence and are left out"),
+    ("responses", "ended_at_calls", "conversations end at a call that the data has no result of"),
     ("evaluate", "left_out", "held-out prompts leave no room for an answer and were not measured"),
     ("evaluate", "trained_on", "held-out prompts were trained on and were not measured"),
 )

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from trainer.training.stage import Train
 
 
+FILLED = "filled"  # among the sums: tokens of samples, and of rows
+
+
 class Course:
     """Of the stage `train`, with a fresh drafter on the device of the group."""
 
@@ -57,6 +60,7 @@ class Course:
                                      source.get, out / "measured", position["best"], position["gates"])
         self.watch, self.writer = Watch(position), checkpoint.Writer()
         self.log: Log | None = None
+        self.packed: dict[str, float] = {}  # how samples fill the rows
         if group.main:
             self.log = Log(out / "log.jsonl", position["log"], stage.runtime.wandb_project)
 
@@ -105,12 +109,16 @@ class Course:
         return self._end()
 
     def _row(self, number: int) -> Batch:
-        """Row `number` of this process: the rows of a step go to the processes in turn."""
-        return self.rows.row(number * self.group.size + self.group.rank)
+        """Row `number` of this process, which has its share of the rows of each step."""
+        step, place = divmod(number, self.share)
+        return self.rows.row(self.rows.dealt(step, self.stage.accumulate, self.group.size)
+                             [self.group.rank][place])
 
     def _begin(self) -> None:
         if self.log is None:
             return
+        self.packed, said = self.rows.told(self.stage.accumulate, self.group.size)
+        print(f"train: {said}", flush=True)
         with self.source.in_use():
             measured = self.accepted.begin(self.step, self.steps)
         if measured:
@@ -121,7 +129,8 @@ class Course:
 
     def _took(self, taken: Taken, measures: bool, bar: Progress) -> None:
         self.watch.took(taken.tokens)
-        _merge(self.sums, taken.totals)
+        room = self.stage.accumulate * self.stage.tokens
+        _merge(self.sums, {**taken.totals, FILLED: (taken.tokens, room)})
         bar.advance(1, loss=_share(taken, "loss"), accepted=_share(taken, "accepted_length"), lr=taken.lr,
                     **{"tokens/s": self.watch.rate})
         due = self.step == self.steps or self.step % self.stage.heldout_every == 0
@@ -175,8 +184,8 @@ class Course:
         lines = self.log.lines
         best = _take_best(whole, self.accepted, self.steps, self.root, lines[0])
         return {"steps": self.steps, "tokens": self.watch.tokens,
-                "train_seconds": round(self.watch.seconds, 1), **best, **monitors.record(lines),
-                "gates": self.accepted.gates, "final": lines[-1]}, whole
+                "train_seconds": round(self.watch.seconds, 1), **self.packed, **best,
+                **monitors.record(lines), "gates": self.accepted.gates, "final": lines[-1]}, whole
 
 
 def _steps(stage: Train, rows: Rows) -> int:
@@ -206,7 +215,8 @@ def _take_best(drafter: Drafter, accepted: Measurements, steps: int, root: Path,
 
 def _line(taken: Taken, figures: dict[str, float], watch: Watch) -> dict[str, Any]:
     return {"step": taken.step, "tokens": watch.tokens, "lr": taken.lr, "grad_norm": taken.grad_norm,
-            "seconds": round(watch.seconds, 2), **_named(figures, loss="loss", accepted_length="estimate")}
+            "seconds": round(watch.seconds, 2), "padding": round(1 - figures[FILLED], 4),
+            **_named(figures, loss="loss", accepted_length="estimate")}
 
 
 def _named(figures: dict[str, float], **names: str) -> dict[str, float]:

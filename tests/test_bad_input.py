@@ -204,6 +204,13 @@ CHECKED = {  # what is set, and a part of what is told
                                "must be 1, the only draft with drafter.steps=1, but is 2"),
     "more candidates than tokens": ("drafter=dflash2 export.default_k=3 drafter.selector_top_k=999",
                                     "must be at most"),
+    "a choice without a choice": ("drafter=dflash2 export.default_k=3 drafter.selector_top_k=1",
+                                  "drafter.selector_top_k (command line): must be"),
+    "a choice that nothing teaches": ("drafter=dflash2 export.default_k=3 drafter.selector_weight=0",
+                                      "drafter.selector_weight (command line): must be"),
+    "a start of another width": ("drafter.start_layers=[1] drafter.intermediate_size=96",
+                                 "must be null or 128 beside start_layers, as the target's MLPs are of that "
+                                 "width and no other could begin with them, but is 96"),
     "keys and values from a folder": (f"{GEMMA4} target=tiny_gemma4", "must be in_process, since the drafter "
                                       "reads the last state of every token, the keys and values of full"),
     "keys and values from a server": (f"{GEMMA4} target=tiny_gemma4 hidden_states=online target_engine=vllm",

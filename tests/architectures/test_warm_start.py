@@ -114,6 +114,13 @@ def test_another_geometry_is_said(tiny_target: Target, folder: str, settings: di
         require_start(make_small("dspark", start_from=folder, **settings), tiny_target)
 
 
+def test_a_block_drafter_is_no_start_of_a_chain(tiny_target: Target, folder: str) -> None:
+    """Whatever its geometry is: nobody is to be told, key by key, how to make the two alike."""
+    said = r"its config.json is not that of EAGLE-3 \(it has a block_size, as block drafters have\)"
+    with pytest.raises(UserError, match=f"drafter.start_from={folder} cannot be begun with: {said}"):
+        require_start(make_small("eagle3", start_from=folder), tiny_target)
+
+
 @pytest.mark.parametrize(("key", "value", "said"), [
     ("hidden_size", 32, "its hidden_size is 32, and here it is 64; it belongs to a target of another shape"),
     ("mask_token_id", 5, "its mask_token_id is 5, and here it is .*; set target.mask_token to it"),

@@ -114,7 +114,13 @@ class BlockDrafter(Anchored):
              **settings: Any) -> dict[str, str]:
         shape = geometry(config, settings["layers"], settings["intermediate_size"])
         Rotary(shape["head_dim"], shape["rope_parameters"], shape["max_position_embeddings"])
-        return super().fits(config, special_ids, device, **settings)
+        found = super().fits(config, special_ids, device, **settings)
+        given, width = settings["intermediate_size"], config.get("intermediate_size")
+        if settings["start_layers"] and given not in (None, width):
+            found["intermediate_size"] = (
+                f"must be null or {width} beside start_layers, as the target's MLPs are of that width and no "
+                f"other could begin with them, but is {given}")
+        return found
 
     @classmethod
     def initial_layers(cls, **settings: Any) -> tuple[int, ...]:

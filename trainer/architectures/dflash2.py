@@ -9,7 +9,7 @@ with `model_executor/models/qwen3_dflash2.py`; its convolution spans 1 + K slots
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,10 @@ from trainer.architectures.block_layers import BlockLayer
 from trainer.architectures.geometry import require_plain_logits
 from trainer.architectures.losses import Objective
 from trainer.kernels.select import BlockAttention
-from trainer.ranges import Count, Layers, NotNegative, Seed, SequenceLength, Text
+from trainer.ranges import AtLeast, Count, Layers, Positive, Seed, SequenceLength, Text
 from trainer.target_head import TargetHead
+
+Choice = Annotated[int, AtLeast(2)]  # of a single candidate there is nothing to learn
 
 
 class GroupedConv(nn.Module):
@@ -97,7 +99,7 @@ class DFlash2(BlockDrafter):
                  tap_layers: Layers, intermediate_size: Count | None, objective: Objective,
                  start_layers: Sequence[int], start_from: Text | None, loss_chunk: Count,
                  attention: BlockAttention, seed: Seed, conv_kernel_size: Count, conv_group_size: Count,
-                 selector_rank: Count, selector_top_k: Count, selector_weight: NotNegative) -> None:
+                 selector_rank: Count, selector_top_k: Choice, selector_weight: Positive) -> None:
         self.own = {"conv_kernel_size": conv_kernel_size, "conv_group_size": conv_group_size,
                     "selector_rank": selector_rank, "selector_top_k": selector_top_k}
         super().__init__(context, layers, block_size, anchors, tap_layers, None, intermediate_size, objective,

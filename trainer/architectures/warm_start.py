@@ -87,6 +87,8 @@ def facts(config: dict[str, Any]) -> dict[str, Any]:
 def chain_facts(config: dict[str, Any]) -> dict[str, Any]:
     """As `facts`, of EAGLE-3; its first flag, where it is not written, depends on the flavour."""
     shape, inside = config.get("transformer_layer_config", config), "transformer_layer_config" in config
+    if "block_size" in config:  # before its geometry, which could be made the same
+        raise ValueError("it has a block_size, as block drafters have")
     ids = config.get("eagle_aux_hidden_state_layer_ids")
     if ids is None:
         ids = [layer + 1 for layer in config["target_layer_ids"]]

@@ -118,7 +118,8 @@ def test_a_block_drafter_is_no_start_of_a_chain(tiny_target: Target, folder: str
     """Whatever its geometry is: nobody is to be told, key by key, how to make the two alike."""
     said = r"its config.json is not that of EAGLE-3 \(it has a block_size, as block drafters have\)"
     with pytest.raises(UserError, match=f"drafter.start_from={folder} cannot be begun with: {said}"):
-        require_start(make_small("eagle3", start_from=folder), tiny_target)
+        require_start(make_small("eagle3", start_from=folder, layers=2, tap_layers=[1, 2], style="qwen3"),
+                      tiny_target)
 
 
 @pytest.mark.parametrize(("key", "value", "said"), [
@@ -297,11 +298,7 @@ def test_another_eagle3_is_said(tiny_target: Target, tmp_path: Path, settings: d
         require_start(make, tiny_target)
 
 
-def test_what_is_no_whole_eagle3_is_said(tiny_target: Target, folder: str, tmp_path: Path) -> None:
-    make = make_small("eagle3", start_from=folder, layers=2, tap_layers=[1, 2], style="qwen3")
-    with pytest.raises(UserError, match="of its tensors differ from those here .hidden_norm.weight: expected "
-                                        "none, found"):
-        require_start(make, tiny_target)
+def test_what_is_no_whole_eagle3_is_said(tiny_target: Target, tmp_path: Path) -> None:
     place = exported(small(tiny_target, "eagle3", **CHAIN), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["fc.weight"]

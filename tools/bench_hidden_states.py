@@ -29,11 +29,9 @@ import json
 import os
 import platform
 import random
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -42,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from turns import Call, by, in_turns, ratios, spread  # noqa: E402
 
 from trainer._paths import find  # noqa: E402
 from trainer.check import check  # noqa: E402
@@ -58,7 +57,6 @@ from trainer.pipeline import Stage, build  # noqa: E402
 from trainer.progress import exit_status  # noqa: E402
 from trainer.records import HiddenStates, Sample, Sampling  # noqa: E402
 
-Arm = Callable[[], None]
 STORAGES = ("native", "float8_e4m3fn")
 TITLES = {"gb_per_s": "GB/s", "tokens_per_s": "tokens/s", "of_copy": "of a copy", "of_native": "of a native "
           "copy", "of_plain": "of plain", "us_per_sample": "us a sample"}
@@ -112,7 +110,7 @@ def stored_samples(reader: ShardReader) -> tuple[list[Sample], list[Stored]]:
     return samples, found
 
 
-def read_arms(folder: Path, samples: list[Sample], stored: list[Stored]) -> dict[str, Arm]:
+def read_arms(folder: Path, samples: list[Sample], stored: list[Stored]) -> dict[str, Call]:
     """What is timed; each goes once through all samples. The copy is one call for the layers and one for the
     kept rows of the last state, into buffers as large as the bytes of a reader's tensors."""
     order = random.Random(1).sample(range(len(samples)), len(samples))
@@ -137,22 +135,9 @@ def read_arms(folder: Path, samples: list[Sample], stored: list[Stored]) -> dict
             "first": lambda: read(ShardReader(folder, verify="first"))}
 
 
-def in_turns(arms: dict[str, Arm], rounds: int, clock: Callable[[], float]) -> dict[str, list[float]]:
-    """Seconds of every arm in every round, after one round that does not count."""
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
-    names = list(arms)
-    for number in range(rounds + 1):
-        for name in names[number % len(names):] + names[:number % len(names)]:
-            start = clock()
-            arms[name]()
-            if number:
-                seconds[name].append(clock() - start)
-    return seconds
-
-
 def read(options: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(options.threads)
-    arms: dict[str, Arm] = {}
+    arms: dict[str, Call] = {}
     sizes: dict[str, int] = {}
     with ExitStack() as stack:
         folders = [options.cache]
@@ -168,7 +153,7 @@ def read(options: argparse.Namespace) -> dict[str, Any]:
             samples, stored = stored_samples(reader)
             sizes[storage] = sum(end - start for each in stored for start, end in each.places[len(HEAD):])
             arms |= {f"{storage}: {name}": arm for name, arm in read_arms(folder, samples, stored).items()}
-        seconds = in_turns(arms, options.rounds, time.process_time)
+        seconds = in_turns(arms, options.rounds, by(time.process_time))
         manifest = reader.manifest
     figures, goals = {}, []
     for name, times in seconds.items():
@@ -212,7 +197,7 @@ def extract(options: argparse.Namespace) -> dict[str, Any]:
 
         seconds = in_turns({"plain": lambda: void(server.complete(rows, every, engine.in_flight)),
                             "states": lambda: void(list(engine.hidden_states(rows, layers))),
-                            "stored": stored}, options.rounds, time.perf_counter)
+                            "stored": stored}, options.rounds, by(time.perf_counter))
     figures = {name: {"tokens_per_s": spread([tokens / each for each in times]),
                       "of_plain": ratios(seconds["plain"], times)} for name, times in seconds.items()}
     codec = Codec.of(manifest)
@@ -226,15 +211,6 @@ def extract(options: argparse.Namespace) -> dict[str, Any]:
 
 def void(_: object) -> None:
     """Drops what an arm gives back."""
-
-
-def ratios(base: list[float], own: list[float]) -> dict[str, float]:
-    """Speed against a base, round by round."""
-    return spread([one / other for one, other in zip(base, own, strict=True)])
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
 
 
 def goal(figures: dict[str, Any], arm: str, ratio: str, least: float) -> dict[str, Any]:

@@ -9,10 +9,8 @@ from __future__ import annotations
 import json
 import os
 import platform
-import statistics
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from turns import Call, by, in_turns, ratios, spread
 from vllm import SamplingParams
 from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
@@ -34,8 +33,6 @@ from trainer.errors import UserError
 from trainer.vllm_plugin import load_kernel
 from trainer.vllm_plugin.fused import Fused
 from trainer.vllm_plugin.runner_v1 import Steps
-
-Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -127,28 +124,6 @@ def v1_arms(case: Case, fused: Fused) -> dict[str, Call]:
             "fused": lambda: steps.sample(case.logits, metadata).sampled_token_ids}
 
 
-def in_turns(arms: dict[str, Call], rounds: int, seconds: Callable[[Call], float]) -> dict[str, list[float]]:
-    """Of every arm in every round, after one round that does not count."""
-    found: dict[str, list[float]] = {name: [] for name in arms}
-    names = list(arms)
-    for number in range(rounds + 1):
-        for name in names[number % len(names):] + names[:number % len(names)]:
-            took = seconds(arms[name])
-            if number:
-                found[name].append(took)
-    return found
-
-
-def by_the_clock(call: Call) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
-
-
 def cell(case: Case, name: str, arms: dict[str, Call], seconds: dict[str, list[float]]) -> dict[str, Any]:
     """Figures of one case; the tokens of greedy requests have to be the same by every arm."""
     tokens = {arm: call().long() for arm, call in arms.items()}
@@ -157,8 +132,8 @@ def cell(case: Case, name: str, arms: dict[str, Call], seconds: dict[str, list[f
                         "one of the arms is wrong, and no time of it means anything")
     return {"vocabulary": case.logits.shape[1], "requests": len(case.drafts), "sampling": name,
             "seconds": {arm: spread(times) for arm, times in seconds.items()},
-            "ratios": {arm: spread([one / own for one, own in zip(times, seconds["fused"], strict=True)])
-                       for arm, times in seconds.items() if arm != "fused"},
+            "ratios": {arm: ratios(times, seconds["fused"]) for arm, times in seconds.items()
+                       if arm != "fused"},
             "emitted": float((tokens["fused"] >= 0).sum(1).double().mean())}
 
 
@@ -184,7 +159,7 @@ def on_cpu(request: dict[str, Any], fused: Fused) -> dict[str, Any]:
     found = []
     for name, case in cases(request, torch.device("cpu")):
         arms = v1_arms(case, fused)
-        found.append(cell(case, name, arms, in_turns(arms, request["rounds"], by_the_clock)))
+        found.append(cell(case, name, arms, in_turns(arms, request["rounds"], by(time.perf_counter))))
     goals = [{"what": f"{each['vocabulary']} ids, {each['requests']} requests, {each['sampling']}: "
                       "vllm / fused",
               "found": each["ratios"]["vllm"]["median"], "wanted": "more than 1",

@@ -9,19 +9,18 @@ device copies in the time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from verify_arms import Case, cases, cell, in_turns, spread, v1_arms
+from turns import Call, in_turns, spread
+from verify_arms import Case, cases, cell, v1_arms
 
 from trainer.kernels.verification import DraftDistribution, Sampling, Verification
 from trainer.vllm_plugin.fused import Fused, Verify
 
-Call = Callable[[], Any]
 FLUSH = 2 ** 29  # bytes, more than any cache of these devices
 MOST_LAUNCHES = {"greedy": 2}
 ANY_LAUNCHES = 3

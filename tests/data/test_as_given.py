@@ -16,6 +16,9 @@ from hypothesis import strategies as st
 from tiny import copied, engine
 from transformers import AutoModelForCausalLM
 
+from trainer import pipeline
+from trainer._paths import find
+from trainer.compose import compose_configuration
 from trainer.data import as_given
 from trainer.data.as_given import AsGiven, InOrder
 from trainer.data.chat import Chat
@@ -47,6 +50,18 @@ def run(target: Target, inputs: dict[str, Path], out: Path,
         off_policy: OffPolicy | None = None) -> dict[str, Any]:
     out.mkdir(exist_ok=True)
     return AsGiven(target, 200, off_policy, None).run(inputs, out)
+
+
+def test_another_engine_makes_no_answers_stale() -> None:
+    """It says how likely they are, and they stay what they are."""
+    prints = set()
+    for name in ("transformers", "split", "vllm"):
+        found = compose_configuration(["recipe=smoke", "responses=as_given", f"target_engine={name}"], find())
+        node = found.settings["responses"]
+        prints.add(pipeline.fingerprint(node, 1, {}, {}, AsGiven.idle, AsGiven.neutral))
+    assert len(prints) == 1
+    node["off_policy"]["rows"] += 1
+    assert pipeline.fingerprint(node, 1, {}, {}, AsGiven.idle, AsGiven.neutral) not in prints
 
 
 @pytest.mark.parametrize("lasts", [0, 1, 4, 5, 6, 11, 22, 23])

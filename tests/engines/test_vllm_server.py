@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM
 from vllm_support import PROJECT, kill_worker, small_server, vllm_python, wait_until
 
 from trainer.engines import vllm_process
-from trainer.engines.vllm_client import SpecCounters, request
+from trainer.engines.vllm_client import SpecCounters
+from trainer.engines.vllm_request import request
 from trainer.engines.vllm_scores import score
 from trainer.engines.vllm_server import RunningServer
 from trainer.errors import UserError

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import torch
 from mtp_targets import random_target
 from safetensors.torch import load_file, save_file
 from tiny import OFFLINE, copied, finished_inputs, make_small, random_samples, small, uneven
+from tool_calls import Call, caller
 
 from trainer import cpu_build
 from trainer.cpu_build import CpuServer
@@ -24,29 +23,16 @@ from trainer.export.formats import FORMATS
 from trainer.export.hub import HubRepository, HubRuntime
 from trainer.export.stage import Export
 from trainer.export.tuned import write_tuned
-from trainer.progress import exit_status
 from trainer.target import Target, folder_identity
 from trainer.training import checkpoint
 from trainer.training.build import save_counts
 
-TOOL = Path(__file__).parents[2] / "tools/apply_mtp.py"
 TWO = """--speculative-config '{"method": "mtp", "num_speculative_tokens": 2}'"""
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Calls it as from a shell, in this process: status, output, errors."""
-    spec = importlib.util.spec_from_file_location("apply_mtp", TOOL)
-    assert spec is not None and spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-
-    def called(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", [str(TOOL), *map(str, arguments)])
-        capsys.readouterr()  # of fixtures
-        return exit_status(tool.main, goes_on=True), *capsys.readouterr()
-
-    return called
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    return caller("apply_mtp", monkeypatch, capsys)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@ gone on with when it was stopped."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 from tiny import copied
+from tool_calls import loaded
 
 from trainer.data import as_given
 from trainer.data.chat import Chat
@@ -18,16 +18,10 @@ from trainer.data.response_rows import read_samples
 from trainer.errors import UserError
 from trainer.target import Target
 
-TOOL = Path(__file__).parents[2] / "tools/bench_data.py"
-
 
 @pytest.fixture(scope="module")
 def tool() -> Any:
-    spec = importlib.util.spec_from_file_location("bench_data", TOOL)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded("bench_data")
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import pytest
 from tiny import manifest_of, random_samples, states_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 import peer
 

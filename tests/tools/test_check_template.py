@@ -3,25 +3,23 @@ of differences. Real servers: tests/vllm/test_template.py."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from tool_calls import loaded
 
 from trainer.data.chat import Chat
 from trainer.data.prompt_rows import parse_object
 from trainer.errors import UserError
 from trainer.target import Target
 
-TOOL = Path(__file__).parents[2] / "tools/check_template.py"
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "sky"}}}
 ROWS = [{"turns": ["one?", "two?"], "answers": ["1", "2"]}, {"turns": ["three?"]},
         {"messages": [{"role": "user", "content": "Rain?"},
@@ -32,11 +30,7 @@ ROWS = [{"turns": ["one?", "two?"], "answers": ["1", "2"]}, {"turns": ["three?"]
 
 @pytest.fixture(scope="module")
 def tool() -> Any:
-    spec = importlib.util.spec_from_file_location("check_template", TOOL)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded("check_template")
 
 
 @contextmanager

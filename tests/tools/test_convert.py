@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tiny import small, uneven
+from tool_calls import Call, caller
 
 from trainer.export.base import Serving
 from trainer.export.formats import LAYOUTS
-from trainer.progress import exit_status
 from trainer.target import Target
-
-TOOL = Path(__file__).parents[2] / "tools/convert.py"
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Calls it as from a shell, in this process: status, output, errors."""
-    spec = importlib.util.spec_from_file_location("convert", TOOL)
-    assert spec is not None and spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-
-    def called(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", [str(TOOL), *map(str, arguments)])
-        capsys.readouterr()  # of fixtures
-        return exit_status(tool.main, goes_on=True), *capsys.readouterr()
-
-    return called
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    return caller("convert", monkeypatch, capsys)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -10,26 +9,21 @@ from typing import Any
 
 import pytest
 from tiny import write_responses
+from tool_calls import loaded
 
 from trainer.records import Sample
-
-TOOL = Path(__file__).parents[2] / "tools/draft_vocabulary.py"
 
 
 @pytest.fixture(scope="module")
 def tool() -> Any:
-    spec = importlib.util.spec_from_file_location("draft_vocabulary", TOOL)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded("draft_vocabulary")
 
 
 @pytest.fixture
 def call(tool: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     """Calls it as from a shell, in this process: status, output, errors."""
     def called(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", [str(TOOL), *map(str, arguments)])
+        monkeypatch.setattr(sys, "argv", ["draft_vocabulary.py", *map(str, arguments)])
         return tool.main(), *capsys.readouterr()
 
     return called

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 from PIL import Image
+from tool_calls import loaded
 
 from trainer.progress import exit_status
 
@@ -19,10 +19,7 @@ ROWS = json.loads((PROJECT / "tests/evaluate/published_sweeps.json").read_text()
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
-    spec = importlib.util.spec_from_file_location("tool_sweep_page", PROJECT / "tools/sweep_page.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = loaded("sweep_page")
     monkeypatch.setattr(sys, "argv", ["sweep_page", *map(str, arguments)])
     return exit_status(module.main, goes_on=False)
 

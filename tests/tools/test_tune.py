@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
-
-from trainer.progress import exit_status
+from tool_calls import Call, caller
 
 PROJECT = Path(__file__).parents[2]
 PUBLISHED, OTHERS = (PROJECT / f"tests/evaluate/{name}_sweeps.json" for name in ("published", "other"))
-Call = Callable[..., tuple[int, str, str]]
-
-
-def tool(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"tool_{name}", PROJECT / f"tools/{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
     """Status, output and errors of a tool with its arguments, in this process."""
     def called(name: str, *arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
-        return exit_status(tool(name).main, goes_on=True), *capsys.readouterr()
+        return caller(name, monkeypatch, capsys)(*arguments)
 
     return called
 

@@ -6,7 +6,7 @@ token p + 2; later steps read the drafted token and `post_projection` of the ass
 Whatever the step, queries stand at position p and see the target's keys up to p: drafted tokens never become
 keys. A layer reads the keys of the target's last layer of its kind of attention that has its own. Served as
 vLLM's method `mtp` (`model_executor/models/gemma4_mtp.py`); the parameters bear the names of its checkpoints
-(there with `model.` before them, but for `OUTSIDE`).
+(there with `model.` before most of them).
 
 Training unrolls `steps` of it at anchors drawn in the answers, on true tokens, from what the target in this
 process gives.
@@ -34,6 +34,7 @@ from trainer.architectures.gemma4_geometry import (
     difference,
     own_kinds,
     require_gemma4,
+    served_name,
 )
 from trainer.architectures.gemma4_layers import QueryLayer, Sight
 from trainer.architectures.layers import RMSNorm, Rotary
@@ -46,7 +47,6 @@ from trainer.ranges import Count, Filled, NotNegative, Seed, Text
 from trainer.records import Batch, KeysValues, LastState, Tap
 from trainer.target_head import TargetHead
 
-OUTSIDE = ("pre_projection.", "post_projection.", "masked_embedding.")  # of the inner model of a checkpoint
 Kinds = Annotated[list[Literal["sliding_attention", "full_attention"]], Filled()]
 
 
@@ -162,7 +162,7 @@ class Gemma4Assistant(Anchored):
 
     @torch.no_grad()
     def begin_with(self, tensors: dict[str, Tensor]) -> None:
-        own = {_served(name): parameter for name, parameter in self.named_parameters()}
+        own = {served_name(name): parameter for name, parameter in self.named_parameters()}
         head, embedding = "lm_head.weight", "model.embed_tokens.weight"  # one tensor, which some write twice
         wrong = differences({**own, head: own[embedding]}, tensors, optional=[head])
         if wrong:
@@ -269,7 +269,7 @@ class Gemma4Assistant(Anchored):
                                                     strict=True)}
 
     def export(self) -> Exported:
-        weights = {_served(name): parameter.detach() for name, parameter in self.named_parameters()}
+        weights = {served_name(name): parameter.detach() for name, parameter in self.named_parameters()}
         ordered = self.masked_embedding
         config = assistant_config(self.geometry, self.head.hidden_size, ordered.clusters if ordered else None,
                                   ordered.chosen if ordered else 1)
@@ -298,7 +298,3 @@ class Gemma4Assistant(Anchored):
 
 def _taps(layer_types: Sequence[str]) -> tuple[Tap, ...]:
     return LastState(), *(KeysValues(kind) for kind in sorted({*layer_types}))
-
-
-def _served(name: str) -> str:
-    return name if name.startswith(OUTSIDE) else f"model.{name}"

@@ -22,6 +22,7 @@ COUNTS = ("sliding_window", "head_dim", "num_key_value_heads", "max_position_emb
 REMEDIES = {"layer_types": "drafter.layer_types", "hidden_size": "drafter.hidden_size",
             "num_attention_heads": "drafter.heads", "intermediate_size": "drafter.intermediate_size",
             "num_centroids": "drafter.num_centroids", "centroid_intermediate_top_k": "drafter.centroid_top_k"}
+OUTSIDE = ("pre_projection.", "post_projection.", "masked_embedding.")  # of the inner model of a checkpoint
 GLOBAL_HEAD_DIM = 512  # of transformers, where a config says nothing
 
 
@@ -101,6 +102,11 @@ def assistant_config(text: dict[str, Any], backbone: int, clusters: int | None,
             "backbone_hidden_size": backbone, "use_ordered_embeddings": clusters is not None,
             "num_centroids": clusters or 1, "centroid_intermediate_top_k": chosen,
             "tie_word_embeddings": True}
+
+
+def served_name(name: str) -> str:
+    """What a tensor of the drafter is called in a checkpoint."""
+    return name if name.startswith(OUTSIDE) else f"model.{name}"
 
 
 def difference(given: dict[str, Any], own: dict[str, Any]) -> str | None:

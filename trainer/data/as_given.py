@@ -43,7 +43,8 @@ class AsGiven(Stage):
 
     after: ClassVar[tuple[str, ...]] = ("prompts",)
     version: ClassVar[int] = 1
-    idle: ClassVar[tuple[str, ...]] = ("target.tap_layers", "target.mask_token")  # drafters share the answers
+    idle: ClassVar[tuple[str, ...]] = (  # drafters share the answers, whatever says how likely they are
+        "target.tap_layers", "target.mask_token", "off_policy.engine")
     neutral: ClassVar[Mapping[str, Any]] = {"thinking": None}
 
     def external(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 A drafter learns to guess the target. From answers that another model or a person wrote it learns to guess
 those, and what it accepts in training it does not accept when it serves. The measure is the perplexity of the
 supervised tokens, exp of the mean negative log-likelihood at temperature 1: 1 where the target is sure of
-every token, as of its own greedy answers it nearly is.
+every token.
 """
 
 from __future__ import annotations

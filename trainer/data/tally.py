@@ -32,8 +32,7 @@ class Named:
 
 class Tally:
     """`tokens` and `supervised` are those of each row, in order, `train` the tokens of those that are trained
-    on; `cut` are the rows that ended at a limit,
-    `empty` those whose answer is no more than its end."""
+    on; `cut` are the rows that ended at a limit, `empty` those whose answer is no more than its end."""
 
     def __init__(self) -> None:
         self.tokens, self.supervised, self.train = array("L"), array("L"), array("L")

@@ -20,7 +20,7 @@ def generator(seed: int, key: str) -> torch.Generator:
 
 
 def pick(logits: Tensor, sampling: Sampling, generators: list[torch.Generator],
-          seen: Tensor | None = None) -> Tensor:
+         seen: Tensor | None = None) -> Tensor:
     """Next token of every row, [B] int64: the argmax, or a draw after temperature, min-p, top-k and top-p, in
     the order of vLLM. `seen` [B, V] bool are the tokens that are repeated when they come again."""
     if seen is not None:

@@ -7,7 +7,6 @@ loss a `ServerLost`. Requests that were already answered are with the caller by 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ import httpx
 
 from trainer.engines.vllm_installation import check_version
 from trainer.errors import UserError
-from trainer.records import Completion, Sampling
+from trainer.records import Completion
 
 RETRY_SECONDS = (0.5, 1.0, 4.0)
 DYING_SECONDS = 5.0
@@ -279,18 +278,6 @@ class VllmClient:
                 return reason
             time.sleep(0.1)
         return None
-
-
-def request(name: str, prompt: Sequence[int], sampling: Sampling, key: str,
-            end_ids: Sequence[int]) -> dict[str, Any]:
-    """Body of one request for token ids. Its seed depends on the run's seed and `key`, on nothing else. The
-    sampling is said whole: what is not, a server takes from the model's generation_config.json."""
-    seed = int.from_bytes(hashlib.sha256(f"{sampling.seed}:{key}".encode()).digest()[:4]) >> 1
-    return {"model": name, "prompt": list(prompt), "max_tokens": sampling.max_new_tokens, "seed": seed,
-            "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
-            "min_p": sampling.min_p, "repetition_penalty": sampling.repetition_penalty,
-            "stop_token_ids": list(end_ids),
-            "return_token_ids": True}
 
 
 def _message(answer: httpx.Response) -> str:

@@ -25,8 +25,8 @@ import httpx
 
 from trainer.engines.base import Group, Session, TargetEngine
 from trainer.engines.states_folder import private_folder, shared_folder
-from trainer.engines.vllm_client import request
 from trainer.engines.vllm_pool import Pool
+from trainer.engines.vllm_request import request
 from trainer.engines.vllm_scores import likelihoods
 from trainer.engines.vllm_server import RunningServer, VllmServer
 from trainer.engines.vllm_states import Shape, StatesReader, place_connector, start_command, with_connector
@@ -34,7 +34,6 @@ from trainer.errors import UserError
 from trainer.ranges import Count, Dtype, Positive, SequenceLength, Url
 from trainer.records import Completion, HiddenStates, Sampling
 
-PROBE = (0, 1, 2)  # token ids that every vocabulary has
 VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")  # say nothing of it
 
 
@@ -231,7 +230,7 @@ class VllmEngine(TargetEngine):
 
         def check(server: RunningServer) -> None:
             self._check_server(length, urls, server)
-            asyncio.run(_probe(reader, server))
+            asyncio.run(reader.probe(server))
 
         return self._pool(settings, urls, "states", check), reader
 
@@ -288,12 +287,6 @@ class VllmEngine(TargetEngine):
 async def _ask(reader: StatesReader, index: int, row: Sequence[int], tap_layers: Sequence[int],
                server: RunningServer, http: httpx.AsyncClient) -> HiddenStates:
     return await reader.ask(server, http, index, row, tap_layers)
-
-
-async def _probe(reader: StatesReader, server: RunningServer) -> None:
-    """One small request all the way, before anything heavy is asked."""
-    async with httpx.AsyncClient(**server.client.options) as http:
-        await reader.ask(server, http, 0, PROBE, reader.layers)
 
 
 def _differing(theirs: Path, ours: Path) -> list[str]:

@@ -7,8 +7,8 @@ from functools import partial
 
 import httpx
 
-from trainer.engines.vllm_client import request
 from trainer.engines.vllm_pool import Pool
+from trainer.engines.vllm_request import request
 from trainer.engines.vllm_server import RunningServer
 from trainer.errors import UserError
 from trainer.records import Sampling

@@ -25,7 +25,7 @@ from rich.console import Console
 
 from trainer.cpu_build import WHOLE_PROMPTS
 from trainer.engines import vllm_process
-from trainer.engines.vllm_client import Progress, ServerLost, SpecCounters, VllmClient, request
+from trainer.engines.vllm_client import Progress, ServerLost, SpecCounters, VllmClient
 from trainer.engines.vllm_installation import (
     FUSED,
     Installation,
@@ -34,6 +34,7 @@ from trainer.engines.vllm_installation import (
     find_installation,
     free_port,
 )
+from trainer.engines.vllm_request import request
 from trainer.errors import UserError
 from trainer.ranges import AtLeast, AtMost, Count, Like, Positive, SequenceLength, Text, Url
 from trainer.records import Completion, Sampling

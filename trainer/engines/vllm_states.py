@@ -36,6 +36,7 @@ from trainer.records import HiddenStates
 CONNECTOR = Path(__file__).resolve().parents[1] / "hidden_states/vllm_connector.py"
 MODULE = "speculator_trainer_states"  # the connector's name in a server, where no `trainer` can be imported
 FORMAT = 2  # of the connector's files
+PROBE = (0, 1, 2)  # token ids that every vocabulary has
 MATCHED = ("model_layers", "hidden_size", "vocabulary", "dtype")
 FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.05
 
@@ -147,6 +148,11 @@ class StatesReader:
             return await asyncio.to_thread(self.read, path, facts, tokens, tap_layers)
         finally:
             self._remove(path)
+
+    async def probe(self, server: RunningServer) -> None:
+        """One small request all the way, before anything heavy is asked."""
+        async with httpx.AsyncClient(**server.client.options) as http:
+            await self.ask(server, http, 0, PROBE, self.layers)
 
     def clear(self) -> None:
         """Removes what was written for this reader and not fetched, as when a request was given up."""

@@ -304,7 +304,7 @@ def test_settings_that_need_each_other(tiny_target: Target) -> None:
     assert judged(stage(tiny_target, format="native")) == {
         "sweep.format": "must be one of export.formats (speculators), but is native"}
     inside = {"drafter": make_small("mtp"), "format": "changes"}
-    changes = {"prompts": Prompts(Builtin(), None, 9, 0.0, None, None),
+    changes = {"prompts": Prompts(Builtin(), None, 9, 0.0, None, None, None),
                "export": SimpleNamespace(formats=["changes"])}
     assert stage(tiny_target, **inside, urls=[]).check(changes)["sweep.format"].startswith(
         "must be a format that a server loads (stitched), but is changes, ")
